@@ -1,0 +1,63 @@
+"""The attention core: (queries, keys, values, mask) -> attended values, and its derivatives.
+
+Bare tensors in, bare tensors out.  Leading axes (o, s, h) are owners, sequences, heads; keys and
+values may have a head axis of 1, which is shared by all heads.  Formulas: docs/mathematics.md.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+
+def attention_weights(
+    q: Float[Tensor, "o s h n e"],
+    k: Float[Tensor, "o s #h m e"],
+    bias: Float[Tensor, "o s #h n m"] | None = None,
+    allowed: Bool[Tensor, "#o #s #n m"] | None = None,
+) -> Float[Tensor, "o s h n m"]:
+    """P = softmax(q k^T + bias) along keys; a pair that is not allowed has P = 0 exactly.
+
+    The row maximum is subtracted (by torch's softmax), so logits of any finite size are safe.
+    """
+    logits = q @ k.mT
+    if bias is not None:
+        logits = logits + bias
+    if allowed is not None:
+        logits = logits.masked_fill(~allowed[:, :, None], -torch.inf)
+    return logits.softmax(-1)
+
+
+def score_gradient(
+    P: Float[Tensor, "o s h n m"],
+    v: Float[Tensor, "o s #h m p"],
+    o: Float[Tensor, "o s h n p"],
+    do: Float[Tensor, "o s #h n p"],
+) -> Float[Tensor, "o s h n m"]:
+    """dS = P o (do v^T - rowsum(do o o)): the loss gradient in the logits, given the one in o."""
+    return P * (do @ v.mT - (do * o).sum(-1, keepdim=True))
+
+
+def weights_tangent(
+    P: Float[Tensor, "o s h n m"], dS: Float[Tensor, "o s h n m"]
+) -> Float[Tensor, "o s h n m"]:
+    """P' = P o S' - P rowsum(P o S'): the attention weights' tangent along a logit tangent."""
+    PdS = P * dS
+    return PdS - P * PdS.sum(-1, keepdim=True)
+
+
+def score_gradient_tangent(
+    P: Float[Tensor, "o s h n m"],
+    P_t: Float[Tensor, "o s h n m"],
+    v: Float[Tensor, "o s #h m p"],
+    v_t: Float[Tensor, "o s #h m p"],
+    o: Float[Tensor, "o s h n p"],
+    o_t: Float[Tensor, "o s h n p"],
+    do: Float[Tensor, "o s #h n p"],
+    do_t: Float[Tensor, "o s #h n p"],
+) -> Float[Tensor, "o s h n m"]:
+    """The tangent of `score_gradient`; arguments ending in _t are the tangents of their namesakes."""
+    rho = (do * o).sum(-1, keepdim=True)
+    rho_t = (do_t * o + do * o_t).sum(-1, keepdim=True)
+    return P_t * (do @ v.mT - rho) + P * (do_t @ v.mT + do @ v_t.mT - rho_t)

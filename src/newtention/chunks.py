@@ -1,0 +1,220 @@
+"""Chunks, the only unit of work, and `reduce`, the only loop over them.
+
+Ragged groups, padded batches, independent problems and tiles of query rows are all chunks: equal
+shapes inside, padding with weight 0.  Every sum over the data in this library is one call of
+`reduce`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from newtention.masks import Mask
+
+TILE_ELEMENTS = 1 << 22
+"""Elements that one intermediate array of a tile may hold (32 MiB in float64).
+
+Measured on two cores: larger tiles run no faster because they leave the caches, smaller ones lose
+time to dispatch.
+"""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Sequences of equal padded shape, of one or several independent problems.
+
+    Axes: o owners, s sequences of each owner, n queries, m keys.  Padded rows of A1, A2, A3 and B
+    are zero; padded queries have weight 0; padded keys are masked.
+    """
+
+    A1: Float[Tensor, "o s n d1"]
+    A2: Float[Tensor, "o s m d2"]
+    A3: Float[Tensor, "o s m d3"]
+    B: Float[Tensor, "o s n p"]
+    weight: Float[Tensor, "o s n"]
+    query_lengths: Int[Tensor, "o s"]
+    owner: Int[Tensor, " o"]
+    mask: Mask = Mask()
+    bias: Float[Tensor, "o s #h n m"] | None = None
+    key_weight: Float[Tensor, "o s m"] | None = None
+    scale: float = 1.0
+
+    @property
+    def signature(self) -> tuple:
+        """Chunks with equal signatures can be concatenated along their owners."""
+        optional = (self.mask.key_lengths, self.mask.explicit, self.bias, self.key_weight)
+        shared = (self.A1 is self.A2, self.A3 is self.A2)
+        shapes = tuple(None if t is None else tuple(t.shape[1:]) for t in optional)
+        return (self.A1.shape[1:3], self.A2.shape[2], self.mask.causal, self.scale, shapes, shared)
+
+    @classmethod
+    def concatenate(cls, chunks: Sequence[Chunk]) -> Chunk:
+        """One chunk that holds the owners of all; their signatures must agree."""
+        first = chunks[0]
+        if len(chunks) == 1:
+            return first
+
+        def cat(get: Callable[[Chunk], Tensor | None]) -> Tensor | None:
+            parts = [t for t in map(get, chunks) if t is not None]
+            return torch.cat(parts) if parts else None
+
+        mask = replace(
+            first.mask,
+            key_lengths=cat(lambda c: c.mask.key_lengths),
+            explicit=cat(lambda c: c.mask.explicit),
+        )
+        names = ("A1", "A2", "A3", "B", "weight", "query_lengths", "owner", "bias", "key_weight")
+        fields = {name: cat(lambda c, name=name: getattr(c, name)) for name in names}
+        return replace(first, mask=mask, **_share(first, fields))
+
+    @property
+    def queries(self) -> Float[Tensor, "o s n d1"]:
+        """A1 with the logit scale folded in."""
+        return self.A1 if self.scale == 1.0 else self.A1 * self.scale
+
+    def of(self, weights: Float[Tensor, "b ..."]) -> Float[Tensor, "o ..."]:
+        """Each owner's share of a tensor with one entry per independent problem."""
+        same = weights.shape[0] == self.owner.shape[0]
+        return weights if same else weights[self.owner]
+
+    def query_count(self) -> Float[Tensor, " o"]:
+        """Real query tokens of each owner."""
+        return self.query_lengths.sum(1).to(self.A1.dtype)
+
+    def key_count(self) -> Float[Tensor, " o"]:
+        """Real key tokens of each owner."""
+        o, s, m = self.A2.shape[:3]
+        if self.mask.key_lengths is None:
+            return self.A1.new_full((o,), s * m)
+        return self.mask.key_lengths.sum(1).to(self.A1.dtype)
+
+    @property
+    def allowed(self) -> Tensor | None:
+        """(o, s, n, m) boolean or None; see `Mask.allowed`."""
+        return self.mask.allowed(self.A1.shape[2], self.A2.shape[2], self.A1.device)
+
+    def take(self, index: Int[Tensor, " k"], owner: Int[Tensor, " k"]) -> Chunk:
+        """The owners at `index` (repeats allowed), renumbered to `owner`."""
+        return replace(self._owners(index), owner=owner)
+
+    def tiles(self, elements_per_row: int, budget: int = TILE_ELEMENTS) -> Iterator[Chunk]:
+        """Split so that rows times elements_per_row stays within the budget.
+
+        Rows of one sequence are kept together as long as possible, because the products over keys
+        are shared by them.
+        """
+        o, s, n = self.weight.shape
+        rows = max(1, budget // max(1, elements_per_row))
+        if o * s * n <= rows:
+            yield self
+            return
+        step_n = min(n, rows)
+        step_s = min(s, max(1, rows // n))
+        step_o = min(o, max(1, rows // (n * s)))
+        # Equal tiles: 3 rows + 3 rows rather than 5 + 1.
+        step_n = math.ceil(n / math.ceil(n / step_n))
+        step_s = math.ceil(s / math.ceil(s / step_s))
+        step_o = math.ceil(o / math.ceil(o / step_o))
+        for i in range(0, o, step_o):
+            owners = self._owners(slice(i, i + step_o))
+            owners = replace(owners, owner=self.owner[i : i + step_o])
+            for j in range(0, s, step_s):
+                sequences = owners._sequences(slice(j, j + step_s))
+                for k in range(0, n, step_n):
+                    yield sequences._rows(k, min(n, k + step_n))
+
+    def _owners(self, index: slice | Tensor) -> Chunk:
+        return self._mapped(lambda t: t[index], self.mask.owners(index))
+
+    def _sequences(self, index: slice) -> Chunk:
+        return self._mapped(lambda t: t[:, index], self.mask.sequences(index))
+
+    def _mapped(self, f: Callable[[Tensor], Tensor], mask: Mask) -> Chunk:
+        names = ("A1", "A2", "A3", "B", "weight", "query_lengths", "bias", "key_weight")
+        values = {name: getattr(self, name) for name in names}
+        fields = {name: None if t is None else f(t) for name, t in values.items()}
+        return replace(self, mask=mask, **_share(self, fields))
+
+    def _rows(self, start: int, stop: int) -> Chunk:
+        if start == 0 and stop == self.A1.shape[2]:
+            return self
+        return replace(
+            self,
+            A1=self.A1[:, :, start:stop],
+            B=self.B[:, :, start:stop],
+            weight=self.weight[:, :, start:stop],
+            mask=self.mask.rows(start, stop),
+            bias=None if self.bias is None else self.bias[:, :, :, start:stop],
+        )
+
+
+def reduce(
+    chunks: Sequence[Chunk],
+    batch: int,
+    fn: Callable[[Chunk], tuple[Tensor, ...]],
+    elements_per_row: int = 0,
+) -> tuple[Tensor, ...]:
+    """Sum fn over all tiles of all chunks, by owner, in a fixed order.
+
+    fn maps a tile to tensors whose leading axis is the tile's owner axis; the result's leading axis
+    is the batch of independent problems.  elements_per_row is the size of fn's largest intermediate
+    per query row; it sets the tiles (0: whole chunks).
+    """
+    totals: list[Tensor] = []
+    for chunk in chunks:
+        for tile in chunk.tiles(elements_per_row) if elements_per_row else (chunk,):
+            parts = fn(tile)
+            if not totals and len(chunks) == 1 and tile is chunk and _is_identity(chunk, batch):
+                return parts
+            if not totals:
+                totals = [part.new_zeros(batch, *part.shape[1:]) for part in parts]
+            for total, part in zip(totals, parts, strict=True):
+                if batch == 1:
+                    total.add_(part)
+                else:
+                    total.index_add_(0, tile.owner, part)
+    return tuple(totals)
+
+
+def _share(source: Chunk, fields: dict[str, Tensor | None]) -> dict[str, Any]:
+    """Keep A1 and A3 the same object as A2 where they were, which halves memory and products."""
+    if source.A1 is source.A2:
+        fields["A1"] = fields["A2"]
+    if source.A3 is source.A2:
+        fields["A3"] = fields["A2"]
+    return fields
+
+
+def _is_identity(chunk: Chunk, batch: int) -> bool:
+    """Owners are 0 .. batch-1 in order: chunks are always built sorted, so the count decides."""
+    return chunk.owner.shape[0] == batch
+
+
+def length_buckets(
+    lengths: Sequence[tuple[int, int]], waste: float = 0.15
+) -> list[list[int]]:
+    """Group sequences so that padding adds at most the fraction `waste` of the pairs.
+
+    lengths holds (queries, keys) of each sequence.  Sequences are sorted by length and a bucket is
+    closed when one more would push padded pairs beyond (1 + waste) times the real ones.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i][0], -lengths[i][1], i))
+    buckets: list[list[int]] = []
+    real = longest_n = longest_m = 0
+    for i in order:
+        n, m = lengths[i]
+        padded_n, padded_m = max(longest_n, n), max(longest_m, m)
+        count = len(buckets[-1]) + 1 if buckets else 1
+        if not buckets or count * padded_n * padded_m > (1 + waste) * (real + n * m):
+            buckets.append([])
+            real, padded_n, padded_m = 0, n, m
+        buckets[-1].append(i)
+        real, longest_n, longest_m = real + n * m, padded_n, padded_m
+    return buckets

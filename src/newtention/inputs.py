@@ -1,0 +1,184 @@
+"""Checks and conversions of user input; every message names the argument, the find and the want."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from newtention.notation import COMPUTE_DTYPES, ArrayLike
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def shape_text(shape: tuple[int, ...] | torch.Size) -> str:
+    """(2, 3) as '2 x 3'."""
+    return " x ".join(str(n) for n in shape) if len(shape) else "a single number"
+
+
+def as_tensors(arrays: Mapping[str, ArrayLike]) -> tuple[dict[str, Tensor], bool]:
+    """Convert arguments to tensors of one compute dtype on one device.
+
+    float32 and float64 stay as they are; float16 and bfloat16 become float32, integers the floating
+    type beside them (float64 if none), each with a warning.
+
+    Returns:
+        The tensors by name, and whether the input was NumPy (or nested sequences) throughout.
+
+    Raises:
+        TypeError: torch and NumPy mixed, complex or object input, float32 mixed with float64,
+            several devices.
+        ValueError: NaN or infinity.
+    """
+    is_torch = {name: isinstance(a, Tensor) for name, a in arrays.items()}
+    if any(is_torch.values()) and not all(is_torch.values()):
+        yes = next(n for n, t in is_torch.items() if t)
+        no = next(n for n, t in is_torch.items() if not t)
+        raise TypeError(
+            f"{yes} is a torch tensor but {no} is {type(arrays[no]).__name__}; "
+            "pass all arrays as torch tensors or all as NumPy arrays."
+        )
+    # One conversion per distinct array, so that self-attention keeps sharing its tokens.
+    first_name = {id(a): name for name, a in reversed(arrays.items())}
+    converted = {
+        name: _promote_half(name, _as_tensor(name, arrays[name])) for name in first_name.values()
+    }
+
+    floating = {t.dtype for t in converted.values() if t.dtype in COMPUTE_DTYPES}
+    if len(floating) > 1:
+        kinds = ", ".join(f"{n} {str(t.dtype)[6:]}" for n, t in converted.items())
+        raise TypeError(f"All arrays must have one floating type; found {kinds}.")
+    dtype = floating.pop() if floating else torch.float64
+    for name, t in converted.items():
+        if t.dtype != dtype:
+            warnings.warn(f"{name} holds integers; computing in {str(dtype)[6:]}.", stacklevel=4)
+            converted[name] = t.to(dtype)
+    devices = {str(t.device) for t in converted.values()}
+    if len(devices) > 1:
+        raise TypeError(f"All arrays must be on one device; found {', '.join(sorted(devices))}.")
+    for name, t in converted.items():
+        require_finite(name, t)
+    tensors = {name: converted[first_name[id(a)]] for name, a in arrays.items()}
+    return tensors, not any(is_torch.values())
+
+
+def as_like(name: str, array: ArrayLike, like: Tensor) -> Tensor:
+    """Convert an argument to the dtype and device of the problem's data, checked finite."""
+    t = _as_tensor(name, array).to(dtype=like.dtype, device=like.device)
+    require_finite(name, t)
+    return t
+
+
+def require_finite(name: str, t: Tensor) -> None:
+    """Raise ValueError with the first offending index if t holds NaN or infinity."""
+    bad = ~torch.isfinite(t)
+    if bool(bad.any()):
+        index = tuple(int(i) for i in bad.nonzero()[0])
+        raise ValueError(
+            f"{name} must hold finite numbers; found {float(t[index])} at index {index} "
+            f"({int(bad.sum())} such entries in all)."
+        )
+
+
+def require_shape(name: str, t: Tensor, shape: tuple[int | None, ...], why: str) -> None:
+    """Raise ValueError unless t has this shape; None admits any length."""
+    fits = t.ndim == len(shape) and all(w in (None, n) for n, w in zip(t.shape, shape, strict=True))
+    if not fits:
+        want = " x ".join("any" if w is None else str(w) for w in shape)
+        raise ValueError(f"{name} must be {want} ({why}); found {shape_text(t.shape)}.")
+
+
+def as_boolean(name: str, array: ArrayLike, device: torch.device) -> Tensor:
+    """Convert a mask; anything but booleans is refused, since 0/1 conventions differ."""
+    t = _as_tensor(name, array)
+    if t.dtype != torch.bool:
+        raise TypeError(
+            f"{name} must be boolean, True where attention is allowed; found {str(t.dtype)[6:]}. "
+            "Additive masks go to bias=."
+        )
+    return t.to(device)
+
+
+def as_lengths(name: str, array: ArrayLike, count: int, longest: int) -> list[int]:
+    """Convert sequence lengths: `count` integers from 1 to `longest`."""
+    t = as_integers(name, array)
+    if t.shape != (count,):
+        raise ValueError(
+            f"{name} must hold {count} integers, one per sequence; found {shape_text(t.shape)}."
+        )
+    values = t.tolist()
+    for i, n in enumerate(values):
+        if not 1 <= n <= longest:
+            raise ValueError(f"{name}[{i}] must lie between 1 and {longest}; found {n}.")
+    return values
+
+
+def as_offsets(name: str, array: ArrayLike, total: int) -> list[int]:
+    """Convert offsets of ragged data: increasing from 0 to the number of rows."""
+    t = as_integers(name, array)
+    if t.ndim != 1 or t.shape[0] < 2:
+        raise ValueError(
+            f"{name} must hold at least two integers, 0 first and the number of rows ({total}) "
+            f"last; found {shape_text(t.shape)}."
+        )
+    values = t.tolist()
+    if values[0] != 0 or values[-1] != total:
+        raise ValueError(
+            f"{name} must start at 0 and end at the number of rows, {total}; "
+            f"found {values[0]} and {values[-1]}."
+        )
+    for i in range(len(values) - 1):
+        if values[i + 1] <= values[i]:
+            raise ValueError(
+                f"{name} must increase strictly (no sequence is empty); found {values[i]} then "
+                f"{values[i + 1]} at position {i}."
+            )
+    return values
+
+
+def as_integers(name: str, array: ArrayLike) -> Tensor:
+    """Convert a small array of integers."""
+    t = _as_tensor(name, array)
+    if t.is_floating_point() or t.is_complex() or t.dtype == torch.bool:
+        raise TypeError(f"{name} must hold integers; found {str(t.dtype)[6:]}.")
+    return t.to(device="cpu", dtype=torch.int64)
+
+
+def _as_tensor(name: str, array: ArrayLike) -> Tensor:
+    if isinstance(array, Tensor):
+        t = array.detach()
+        if t.is_sparse or t.is_nested:
+            raise TypeError(f"{name} must be a dense tensor.")
+    else:
+        try:
+            a = np.asarray(array)
+        except ValueError:
+            raise TypeError(f"{name} must be a rectangular array; its rows differ.") from None
+        if a.dtype.kind not in "fiub":
+            raise TypeError(f"{name} must hold real numbers; found NumPy dtype {a.dtype}.")
+        if a.dtype.kind == "f" and a.dtype.itemsize > 8:
+            a = a.astype(np.float64)
+        if a.dtype.kind == "u" and a.dtype.itemsize > 1:
+            a = a.astype(np.int64)
+        # torch shares memory only with writable arrays of positive strides in native byte order.
+        native = a.dtype.newbyteorder("=")
+        if not a.flags.writeable or any(s < 0 for s in a.strides) or a.dtype != native:
+            a = a.astype(native, copy=True, order="C")
+        t = torch.from_numpy(a)
+    if t.is_complex():
+        raise TypeError(f"{name} must hold real numbers; found {str(t.dtype)[6:]}.")
+    return t
+
+
+def _promote_half(name: str, t: Tensor) -> Tensor:
+    if t.dtype in _HALF or (t.is_floating_point() and t.element_size() < 2):
+        warnings.warn(
+            f"{name} is {str(t.dtype)[6:]}; computing in float32.", stacklevel=5
+        )
+        return t.float()
+    if t.dtype == torch.bool:
+        raise TypeError(f"{name} must hold numbers; found booleans.")
+    return t

@@ -1,0 +1,1 @@
+"""Linear algebra on the Newton system: batched, dense, factor once and solve many."""

@@ -1,0 +1,30 @@
+"""Pseudo-inverses of Gram matrices, which are singular on rank-deficient data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class GramInverse:
+    """G^+ = root root^T, eigenvalues below the rounding of the largest one left out."""
+
+    root: Float[Tensor, "b k k"]
+
+    def solve(self, right: Float[Tensor, "b k p"]) -> Float[Tensor, "b k p"]:
+        """G^+ right: the minimum-norm solution."""
+        return self.root @ (self.root.mT @ right)
+
+
+def gram_inverse(gram: Float[Tensor, "b k k"]) -> GramInverse:
+    """Eigen-decompose a batch of positive semidefinite matrices, cutting off at k eps lambda_max."""
+    values, vectors = torch.linalg.eigh(gram)
+    k = gram.shape[-1]
+    cutoff = k * torch.finfo(gram.dtype).eps * values[:, -1:].clamp(min=0)
+    kept = values > cutoff
+    scale = torch.where(kept, values.where(kept, torch.ones_like(values)).rsqrt(), 0.0)
+    return GramInverse(vectors * scale[:, None, :])

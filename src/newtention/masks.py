@@ -1,0 +1,60 @@
+"""Mask rules: which keys a query may attend to, evaluated for a tile of query rows at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Allowed pairs of a chunk as a rule; no (n, m) array exists unless the user gave one.
+
+    causal: key k is allowed for query j when k <= j (positions counted from the sequence's start,
+        as in ``torch.nn.functional.scaled_dot_product_attention``).
+    key_lengths: (o, s) number of real keys per sequence, or None when none is padded.
+    explicit: (o, s, n, m) boolean, True where attention is allowed, or None.
+    first_row: position of the tile's first query row in its sequence.
+    """
+
+    causal: bool = False
+    key_lengths: Int[Tensor, "o s"] | None = None
+    explicit: Bool[Tensor, "o s n m"] | None = None
+    first_row: int = 0
+
+    def allowed(self, n: int, m: int, device: torch.device) -> Bool[Tensor, "#o #s #n m"] | None:
+        """Boolean array that broadcasts to (o, s, n, m); None when every pair is allowed."""
+        result = self.explicit
+        if self.key_lengths is not None:
+            real = torch.arange(m, device=device) < self.key_lengths[..., None]
+            real = real[:, :, None, :]
+            result = real if result is None else result & real
+        if self.causal:
+            rows = torch.arange(self.first_row, self.first_row + n, device=device)
+            past = torch.arange(m, device=device) <= rows[:, None]
+            past = past[None, None]
+            result = past if result is None else result & past
+        return result
+
+    def owners(self, index: slice | Tensor) -> Mask:
+        """The rule for a selection of owners."""
+        return self._indexed(index)
+
+    def sequences(self, index: slice) -> Mask:
+        """The rule for a slice of the sequences of every owner."""
+        return self._indexed((slice(None), index))
+
+    def rows(self, start: int, stop: int) -> Mask:
+        """The rule for the query rows start to stop."""
+        explicit = None if self.explicit is None else self.explicit[:, :, start:stop]
+        return replace(self, explicit=explicit, first_row=self.first_row + start)
+
+    def _indexed(self, index) -> Mask:  # noqa: ANN001 - anything a tensor can be indexed with
+        return replace(
+            self,
+            key_lengths=None if self.key_lengths is None else self.key_lengths[index],
+            explicit=None if self.explicit is None else self.explicit[index],
+        )

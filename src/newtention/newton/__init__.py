@@ -1,0 +1,1 @@
+"""The dense Newton solver: starts, projection, steps, acceptance, stopping, loop."""

@@ -1,0 +1,647 @@
+"""Attention problems: the data, validated once, laid out in chunks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from newtention.chunks import Chunk, length_buckets, reduce
+from newtention.inputs import (
+    as_boolean,
+    as_lengths,
+    as_like,
+    as_offsets,
+    as_tensors,
+    require_shape,
+    shape_text,
+)
+from newtention.masks import Mask
+from newtention.notation import Array, ArrayLike
+from newtention.regularizers import (
+    Quadratic,
+    Regularizer,
+    TokenWeights,
+    stack_quadratics,
+    zero_quadratic,
+)
+
+
+class Segment(NamedTuple):
+    """One sequence before it is placed in a chunk; its tensors are views of the user's arrays."""
+
+    A1: Float[Tensor, "n d1"]
+    A2: Float[Tensor, "m d2"]
+    A3: Float[Tensor, "m d3"]
+    B: Float[Tensor, "n p"]
+    weight: Float[Tensor, " n"] | None = None
+    allowed: Bool[Tensor, "n m"] | None = None
+    bias: Float[Tensor, "#h n m"] | None = None
+    key_weight: Float[Tensor, " m"] | None = None
+
+
+class Layout(NamedTuple):
+    """Where the user's rows went, so that results return in the shape the data came in.
+
+    kind: "single" (n, .), "padded" (s, n, .) or "ragged" (rows concatenated).
+    order: for every chunk, the sequence at each of its places.
+    queries, keys: real rows of every sequence.
+    padded: rows per sequence of a padded batch.
+    """
+
+    kind: Literal["single", "padded", "ragged"]
+    order: tuple[tuple[int, ...], ...]
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    padded: int
+
+
+@dataclass(frozen=True, eq=False, repr=False, init=False)
+class AttentionProblem:
+    """Fit softmax(scale A1 X A2^T + bias) A3 Y to B over X and Y.
+
+    minimise 1/2 sum_j q_j ||(P A3 Y - B)_j||^2 + regulariser, summed over sequences that share X
+    and Y.  The paper's problem is one sequence, no mask, scale 1 (Definition 1.3 of Gao, Song,
+    Wang, Yin).
+
+    Args:
+        A1: query-side tokens, (n, d1), or (s, n, d1) for s sequences of one padded length.
+        A2: key-side tokens, (m, d2) or (s, m, d2).
+        A3: value-side tokens, (m, d3) or (s, m, d3).
+        B: targets, (n, p) or (s, n, p).
+        lengths: (s,) real queries per sequence of a padded batch; the rest is ignored.
+        key_lengths: (s,) real keys per sequence; defaults to `lengths` where A1 and A2 have the
+            same number of rows.
+        mask: None, "causal" (key k allowed for query j when k <= j), or booleans, True where
+            attention is allowed: (n, m) or (s, n, m).
+        bias: added to the logits, (n, m), (h, n, m) with h heads, or with a leading s axis;
+            minus infinity forbids a pair.
+        scale: multiplies A1 X A2^T.
+        query_weights: weight q_j >= 0 of each row of B, shape of B without its last axis.
+        regularizer: `Ridge`, `TokenWeights` or `Proximity`.
+
+    float32 and float64 are computed in as given; float16, bfloat16 and integers are promoted with
+    a warning.  NumPy in, NumPy out.
+
+    Raises:
+        ValueError: shapes that do not fit, NaN or infinity, an empty axis, a query without an
+            allowed key.
+        TypeError: torch and NumPy or float32 and float64 mixed, complex numbers, a mask that is
+            not boolean.
+    """
+
+    chunks: tuple[Chunk, ...]
+    batch: int
+    """Number of independent problems; 1 unless made by `stack`."""
+    quadratic: Quadratic
+    regularizer: Regularizer | None
+    layout: Layout
+    scale: float
+    mask: str
+    """"none", "causal" or "explicit"."""
+    numpy: bool
+    """True when the data came as NumPy arrays."""
+    parts: tuple[AttentionProblem, ...]
+    """The stacked problems; empty for a single one."""
+
+    def __init__(
+        self,
+        A1: ArrayLike,
+        A2: ArrayLike,
+        A3: ArrayLike,
+        B: ArrayLike,
+        *,
+        lengths: ArrayLike | None = None,
+        key_lengths: ArrayLike | None = None,
+        mask: ArrayLike | Literal["causal"] | None = None,
+        bias: ArrayLike | None = None,
+        scale: float = 1.0,
+        query_weights: ArrayLike | None = None,
+        regularizer: Regularizer | None = None,
+    ) -> None:
+        t, numpy = as_tensors({"A1": A1, "A2": A2, "A3": A3, "B": B})
+        a1, a2, a3, b = t["A1"], t["A2"], t["A3"], t["B"]
+        if a1.ndim not in (2, 3):
+            raise ValueError(
+                "A1 must be 2-D (one sequence) or 3-D (a padded batch); "
+                f"found {shape_text(a1.shape)}."
+            )
+        lead = tuple(a1.shape[:-2])
+        require_shape("A2", a2, (*lead, None, None), "as many axes and sequences as A1")
+        n, m = a1.shape[-2], a2.shape[-2]
+        require_shape("A3", a3, (*lead, m, None), "as many rows as A2")
+        require_shape("B", b, (*lead, n, None), "as many rows as A1")
+        _require_not_empty(t)
+        if len(lead) == 0 and (lengths is not None or key_lengths is not None):
+            raise ValueError("lengths= and key_lengths= are for 3-D (padded) data; A1 is 2-D.")
+
+        count = lead[0] if lead else 1
+        queries = [n] * count if lengths is None else as_lengths("lengths", lengths, count, n)
+        if key_lengths is not None:
+            keys = as_lengths("key_lengths", key_lengths, count, m)
+        elif lengths is None:
+            keys = [m] * count
+        elif n == m:
+            keys = queries
+        else:
+            raise ValueError(
+                f"key_lengths= must be given beside lengths=: A1 has {n} rows, A2 has {m}."
+            )
+
+        weight = None
+        if query_weights is not None:
+            weight = as_like("query_weights", query_weights, b)
+            require_shape("query_weights", weight, (*lead, n), "one weight per row of B")
+        key_weight = None
+        if isinstance(regularizer, TokenWeights):
+            key_weight = as_like("TokenWeights(w)", regularizer.w, b)
+            require_shape("TokenWeights(w)", key_weight, (*lead, m), "one weight per key token")
+
+        def split(x: Tensor | None, i: int, rows: int) -> Any:
+            if x is None:
+                return None
+            return (x if not lead else x[i])[:rows]
+
+        allowed, causal = _batch_masks(mask, lead, n, m, b.device)
+        biases = _batch_biases(bias, lead, n, m, b)
+        segments = []
+        for i, (rows, cols) in enumerate(zip(queries, keys, strict=True)):
+            key_tokens = split(a2, i, cols)
+            segments.append(
+                Segment(
+                    key_tokens if a1 is a2 and rows == cols else split(a1, i, rows),
+                    key_tokens,
+                    key_tokens if a3 is a2 else split(a3, i, cols),
+                    split(b, i, rows),
+                    split(weight, i, rows),
+                    None if allowed is None else allowed[i][:rows, :cols],
+                    None if biases is None else biases[i][:, :rows, :cols],
+                    split(key_weight, i, cols),
+                )
+            )
+        kind: Literal["single", "padded"] = "padded" if lead else "single"
+        self._build(segments, kind, n, causal, scale, regularizer, numpy)
+
+    @classmethod
+    def from_ragged(
+        cls,
+        queries: ArrayLike,
+        targets: ArrayLike,
+        *,
+        offsets: ArrayLike,
+        keys: ArrayLike | None = None,
+        values: ArrayLike | None = None,
+        key_offsets: ArrayLike | None = None,
+        mask: Sequence[ArrayLike] | Literal["causal"] | None = None,
+        bias: Sequence[ArrayLike] | None = None,
+        scale: float = 1.0,
+        query_weights: ArrayLike | None = None,
+        regularizer: Regularizer | None = None,
+    ) -> AttentionProblem:
+        """Sequences of different lengths, concatenated; self-attention unless keys are given.
+
+        Args:
+            queries: (N, d1) tokens of all sequences.
+            targets: (N, p).
+            offsets: (s + 1,) integers; sequence i holds the rows offsets[i] to offsets[i + 1].
+            keys: (M, d2); the queries by default.
+            values: (M, d3); the keys by default.
+            key_offsets: (s + 1,) integers for keys and values; `offsets` by default.
+            mask: None, "causal", or a list with one (n_i, m_i) boolean array per sequence.
+            bias: a list with one (n_i, m_i) or (h, n_i, m_i) array per sequence.
+            scale, query_weights (N,), regularizer: as for `AttentionProblem`.
+
+        Raises:
+            ValueError, TypeError: as for `AttentionProblem`.
+        """
+        given = {"queries": queries, "keys": keys, "values": values, "targets": targets}
+        t, numpy = as_tensors({name: a for name, a in given.items() if a is not None})
+        a1, b = t["queries"], t["targets"]
+        a2 = t.get("keys", a1)
+        a3 = t.get("values", a2)
+        for name, x in t.items():
+            require_shape(name, x, (None, None), "rows of all sequences, concatenated")
+        _require_not_empty(t)
+        require_shape("targets", b, (a1.shape[0], None), "as many rows as queries")
+        if values is not None:
+            require_shape("values", a3, (a2.shape[0], None), "as many rows as keys")
+        q_off = as_offsets("offsets", offsets, a1.shape[0])
+        if key_offsets is None and keys is not None and a2.shape[0] != a1.shape[0]:
+            raise ValueError(
+                f"key_offsets= must be given: queries have {a1.shape[0]} rows, keys {a2.shape[0]}."
+            )
+        k_off = q_off if key_offsets is None else as_offsets("key_offsets", key_offsets, len(a2))
+        if len(k_off) != len(q_off):
+            raise ValueError(
+                f"key_offsets must name as many sequences as offsets, {len(q_off) - 1}; "
+                f"found {len(k_off) - 1}."
+            )
+        weight = None
+        if query_weights is not None:
+            weight = as_like("query_weights", query_weights, b)
+            require_shape("query_weights", weight, (len(b),), "one weight per row of targets")
+        key_weight = None
+        if isinstance(regularizer, TokenWeights):
+            key_weight = as_like("TokenWeights(w)", regularizer.w, b)
+            require_shape("TokenWeights(w)", key_weight, (len(a2),), "one weight per key token")
+
+        segments = []
+        count = len(q_off) - 1
+        masks = _per_sequence("mask", None if isinstance(mask, str) else mask, count)
+        biases = _per_sequence("bias", bias, count)
+        for i in range(count):
+            rows, cols = slice(q_off[i], q_off[i + 1]), slice(k_off[i], k_off[i + 1])
+            n, m = rows.stop - rows.start, cols.stop - cols.start
+            allowed = None
+            if masks is not None:
+                allowed = as_boolean(f"mask[{i}]", masks[i], b.device)
+                require_shape(f"mask[{i}]", allowed, (n, m), "queries x keys of the sequence")
+            part = None
+            if biases is not None:
+                part = _as_bias(f"bias[{i}]", biases[i], n, m, b)
+            key_tokens = a2[cols]
+            segments.append(
+                Segment(
+                    key_tokens if a2 is a1 and rows == cols else a1[rows],
+                    key_tokens,
+                    key_tokens if a3 is a2 else a3[cols],
+                    b[rows],
+                    None if weight is None else weight[rows],
+                    allowed,
+                    part,
+                    None if key_weight is None else key_weight[cols],
+                )
+            )
+        problem = cls.__new__(cls)
+        problem._build(segments, "ragged", 0, _is_causal(mask), scale, regularizer, numpy)
+        return problem
+
+    @classmethod
+    def stack(cls, problems: Sequence[AttentionProblem]) -> AttentionProblem:
+        """Several independent problems of equal widths, solved as one batch.
+
+        Each keeps its own unknowns; sequences may differ in number and length.  `solve` returns one
+        `Solution` per problem, the same as it would return for each alone.
+
+        Raises:
+            ValueError: no problems, or problems that differ in d1, d2, d3, p, dtype or device.
+        """
+        problems = [part for problem in problems for part in problem.parts or (problem,)]
+        if not problems:
+            raise ValueError("stack needs at least one problem; found none.")
+        first = problems[0]
+        for i, other in enumerate(problems):
+            if other.widths != first.widths or other.like.dtype != first.like.dtype:
+                raise ValueError(
+                    f"Stacked problems must have equal widths and dtype; problem 0 has "
+                    f"(d1, d2, d3, p) = {first.widths} in {str(first.like.dtype)[6:]}, problem "
+                    f"{i} has {other.widths} in {str(other.like.dtype)[6:]}."
+                )
+        merged: dict[tuple, list[Chunk]] = {}
+        for i, problem in enumerate(problems):
+            for chunk in problem.chunks:
+                owned = replace(chunk, owner=torch.full_like(chunk.owner, i))
+                merged.setdefault(owned.signature, []).append(owned)
+        stacked = cls.__new__(cls)
+        stacked._set(
+            chunks=tuple(Chunk.concatenate(group) for group in merged.values()),
+            batch=len(problems),
+            quadratic=stack_quadratics([p.quadratic for p in problems]),
+            regularizer=None,
+            layout=first.layout,
+            scale=first.scale,
+            mask=first.mask,
+            numpy=first.numpy,
+            parts=tuple(problems),
+        )
+        return stacked
+
+    @property
+    def widths(self) -> tuple[int, int, int, int]:
+        """(d1, d2, d3, p)."""
+        c = self.chunks[0]
+        return c.A1.shape[-1], c.A2.shape[-1], c.A3.shape[-1], c.B.shape[-1]
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor with the dtype and device of the data."""
+        return self.chunks[0].A1
+
+    @property
+    def bias_heads(self) -> int | None:
+        """Number of heads the bias was given for, or None if it suits any number."""
+        heads = {c.bias.shape[2] for c in self.chunks if c.bias is not None} - {1}
+        return heads.pop() if heads else None
+
+    def target_energy(self) -> Float[Tensor, " b"]:
+        """1/2 sum_j q_j ||B_j||^2 of each independent problem."""
+
+        def energy(c: Chunk) -> tuple[Tensor]:
+            return (0.5 * (c.weight * c.B.square().sum(-1)).sum((1, 2)),)
+
+        return reduce(self.chunks, self.batch, energy)[0]
+
+    def take(self, index: Int[Tensor, " k"]) -> AttentionProblem:
+        """The independent problems at `index`, repeats allowed, as one batch without `parts`."""
+        chunks = []
+        for chunk in self.chunks:
+            # Places (i, j): the new problem i draws on the chunk's owner j.
+            new, old = (index[:, None] == chunk.owner[None, :]).nonzero(as_tuple=True)
+            if len(new):
+                chunks.append(chunk.take(old, new))
+        taken = AttentionProblem.__new__(AttentionProblem)
+        taken._set(
+            **{
+                **self.__dict__,
+                "chunks": tuple(chunks),
+                "batch": len(index),
+                "quadratic": self.quadratic.take(index),
+                "parts": (),
+            }
+        )
+        return taken
+
+    def rows_from_chunks(self, values: Sequence[Float[Tensor, "1 s n k"]]) -> Tensor:
+        """Arrange per-query results of every chunk in the layout of the user's arrays.
+
+        Padded rows of a padded batch are zero.
+        """
+        rows: list[Tensor] = [torch.empty(0)] * len(self.layout.queries)
+        for places, value in zip(self.layout.order, values, strict=True):
+            for place, i in enumerate(places):
+                rows[i] = value[0, place, : self.layout.queries[i]]
+        if self.layout.kind == "single":
+            return rows[0]
+        if self.layout.kind == "ragged":
+            return torch.cat(rows)
+        out = rows[0].new_zeros(len(rows), self.layout.padded, rows[0].shape[-1])
+        for i, row in enumerate(rows):
+            out[i, : len(row)] = row
+        return out
+
+    def present(self, t: Tensor) -> Array:
+        """A result as the user's kind of array."""
+        return t.detach().cpu().numpy() if self.numpy else t
+
+    def __repr__(self) -> str:
+        """Shapes at a glance."""
+        d1, d2, d3, p = self.widths
+        if self.parts:
+            return (
+                f"AttentionProblem(stack of {self.batch}; d1 {d1}, d2 {d2}, d3 {d3}, p {p}, "
+                f"{str(self.like.dtype)[6:]} on {self.like.device})"
+            )
+        lay = self.layout
+        extra = "" if self.regularizer is None else f", {self.regularizer.describe()['name']}"
+        return (
+            f"AttentionProblem({len(lay.queries)} sequence(s), {sum(lay.queries)} queries, "
+            f"{sum(lay.keys)} keys; d1 {d1}, d2 {d2}, d3 {d3}, p {p}; scale {self.scale:g}, "
+            f"mask {self.mask}{extra}; {str(self.like.dtype)[6:]} on {self.like.device})"
+        )
+
+    def _set(self, **fields: Any) -> None:
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+
+    def _build(
+        self,
+        segments: list[Segment],
+        kind: Literal["single", "padded", "ragged"],
+        padded: int,
+        causal: bool,
+        scale: float,
+        regularizer: Regularizer | None,
+        numpy: bool,
+    ) -> None:
+        scale = float(scale)
+        if not math.isfinite(scale) or scale <= 0:
+            raise ValueError(f"scale must be a positive finite number; found {scale}.")
+        if regularizer is not None and not isinstance(regularizer, Regularizer):
+            raise TypeError(
+                "regularizer must be Ridge, TokenWeights or Proximity; "
+                f"found {type(regularizer).__name__}."
+            )
+        segments = [_fold_forbidding_bias(s) for s in segments]
+        for i, s in enumerate(segments):
+            _require_valid_weight(i, s)
+            _require_allowed_keys(i, s, causal)
+        if all(s.weight is not None and not bool(s.weight.any()) for s in segments):
+            raise ValueError("query_weights must not all be 0.")
+        sizes = [(len(s.A1), len(s.A2)) for s in segments]
+        order = length_buckets(sizes)
+        chunks = tuple(
+            _chunk([segments[i] for i in places], causal, scale) for places in order
+        )
+        like = chunks[0].A1
+        d1, d2, d3 = (getattr(segments[0], a).shape[-1] for a in ("A1", "A2", "A3"))
+        if regularizer is None:
+            quadratic = zero_quadratic(1, d1, d2, d3, like)
+        else:
+            quadratic = regularizer.quadratic(chunks)
+            _require_centre(quadratic, d1, d2, d3, chunks[0].B.shape[-1])
+        explicit = any(s.allowed is not None for s in segments)
+        self._set(
+            chunks=chunks,
+            batch=1,
+            quadratic=quadratic,
+            regularizer=regularizer,
+            layout=Layout(
+                kind,
+                tuple(tuple(places) for places in order),
+                tuple(n for n, _ in sizes),
+                tuple(m for _, m in sizes),
+                padded,
+            ),
+            scale=scale,
+            mask="causal" if causal else "explicit" if explicit else "none",
+            numpy=numpy,
+            parts=(),
+        )
+
+
+def _chunk(segments: list[Segment], causal: bool, scale: float) -> Chunk:
+    """Pad the sequences of one bucket to a chunk with one owner."""
+    first = segments[0]
+    n, m = max(len(s.A1) for s in segments), max(len(s.A2) for s in segments)
+
+    def rows(name: str, length: int) -> Tensor:
+        return _padded([getattr(s, name) for s in segments], (length,))
+
+    A2 = rows("A2", m)
+    A1 = A2 if all(s.A1 is s.A2 for s in segments) else rows("A1", n)
+    A3 = A2 if all(s.A3 is s.A2 for s in segments) else rows("A3", m)
+    weights = [s.B.new_ones(len(s.B)) if s.weight is None else s.weight for s in segments]
+    ints = {"dtype": torch.int64, "device": first.A1.device}
+    key_lengths = torch.tensor([[len(s.A2) for s in segments]], **ints)
+    query_lengths = torch.tensor([[len(s.A1) for s in segments]], **ints)
+    explicit = None
+    if any(s.allowed is not None for s in segments):
+        full = [
+            torch.ones(len(s.A1), len(s.A2), dtype=torch.bool, device=first.A1.device)
+            if s.allowed is None
+            else s.allowed
+            for s in segments
+        ]
+        # Padded queries may attend to every real key, so that their softmax stays finite.
+        explicit = _padded(full, (n, m), fill=True)
+    bias = None
+    if first.bias is not None:
+        bias = _padded([s.bias for s in segments if s.bias is not None], (n, m), skip=1)
+    key_weight = None
+    if first.key_weight is not None:
+        key_weight = _padded([s.key_weight for s in segments if s.key_weight is not None], (m,))
+    return Chunk(
+        A1=A1,
+        A2=A2,
+        A3=A3,
+        B=rows("B", n),
+        weight=_padded(weights, (n,)),
+        query_lengths=query_lengths,
+        owner=torch.zeros(1, **ints),
+        mask=Mask(
+            causal=causal,
+            key_lengths=None if bool((key_lengths == m).all()) else key_lengths,
+            explicit=explicit,
+        ),
+        bias=bias,
+        key_weight=key_weight,
+        scale=scale,
+    )
+
+
+def _padded(
+    parts: list[Tensor], lengths: tuple[int, ...], skip: int = 0, fill: float = 0
+) -> Tensor:
+    """Stack tensors to (1, s, ...), the axes from `skip` on padded at the end to `lengths`."""
+    shape = (*parts[0].shape[:skip], *lengths, *parts[0].shape[skip + len(lengths) :])
+    if len(parts) == 1 and tuple(parts[0].shape) == shape:
+        return parts[0][None, None].contiguous()
+    out = parts[0].new_full((len(parts), *shape), fill)
+    for row, part in zip(out, parts, strict=True):
+        row[tuple(slice(k) for k in part.shape)] = part
+    return out[None]
+
+
+def _require_not_empty(tensors: dict[str, Tensor]) -> None:
+    for name, t in tensors.items():
+        if t.numel() == 0:
+            raise ValueError(f"{name} must not be empty; found {shape_text(t.shape)}.")
+
+
+def _require_valid_weight(i: int, s: Segment) -> None:
+    if s.weight is not None and bool((s.weight < 0).any()):
+        j = int((s.weight < 0).nonzero()[0])
+        raise ValueError(
+            f"query_weights must be at least 0; found {float(s.weight[j]):g} at query {j} of "
+            f"sequence {i}."
+        )
+
+
+def _require_allowed_keys(i: int, s: Segment, causal: bool) -> None:
+    """Every query needs an allowed key.  A causal row without further mask has key 0."""
+    if s.allowed is None:
+        return
+    allowed = s.allowed
+    if causal:
+        allowed = allowed.tril()
+    empty = ~allowed.any(-1)
+    if bool(empty.any()):
+        j = int(empty.nonzero()[0])
+        raise ValueError(
+            f"Every query needs at least one allowed key; the mask leaves none to query {j} of "
+            f"sequence {i}."
+        )
+
+
+def _require_centre(quadratic: Quadratic, d1: int, d2: int, d3: int, p: int) -> None:
+    X, Y = quadratic.centre_x, quadratic.centre_y
+    if X is None or Y is None:
+        return
+    require_shape("Proximity(reference[0])", X[0], (None, d1, d2), "the shape of X")
+    require_shape("Proximity(reference[1])", Y[0], (X.shape[1], d3, p), "the shape of Y")
+
+
+def _fold_forbidding_bias(s: Segment) -> Segment:
+    """Turn bias entries of minus infinity into mask entries."""
+    if s.bias is None or not bool(torch.isinf(s.bias).any()):
+        return s
+    forbidden = torch.isinf(s.bias)
+    if s.bias.shape[0] > 1 and not bool((forbidden == forbidden[:1]).all()):
+        raise ValueError("bias must forbid (minus infinity) the same pairs in every head.")
+    allowed = ~forbidden[0] if s.allowed is None else s.allowed & ~forbidden[0]
+    return s._replace(bias=s.bias.masked_fill(forbidden, 0.0), allowed=allowed)
+
+
+def _is_causal(mask: object) -> bool:
+    if isinstance(mask, str) and mask != "causal":
+        raise ValueError(f'mask must be "causal", booleans or None; found {mask!r}.')
+    return isinstance(mask, str)
+
+
+def _batch_masks(
+    mask: ArrayLike | str | None, lead: tuple[int, ...], n: int, m: int, device: torch.device
+) -> tuple[Tensor | None, bool]:
+    """(s, n, m) booleans or None, and whether the causal rule applies."""
+    if mask is None or isinstance(mask, str):
+        return None, _is_causal(mask)
+    t = as_boolean("mask", mask, device)
+    if t.ndim == 3 and lead:
+        require_shape("mask", t, (*lead, n, m), "sequences x queries x keys")
+        return t, False
+    require_shape("mask", t, (n, m), "queries x keys")
+    return t.expand(lead[0] if lead else 1, n, m), False
+
+
+def _batch_biases(
+    bias: ArrayLike | None, lead: tuple[int, ...], n: int, m: int, like: Tensor
+) -> Tensor | None:
+    """(s, h or 1, n, m) or None."""
+    if bias is None:
+        return None
+    if not lead:
+        return _as_bias("bias", bias, n, m, like)[None]
+    t = _as_bias_tensor("bias", bias, like)
+    if t.ndim == 2:
+        t = t[None].expand(*lead, n, m) if t.shape == (n, m) else t
+    if t.ndim == 3:
+        t = t[:, None]
+    require_shape("bias", t, (*lead, None, n, m), "sequences x heads x queries x keys")
+    return t
+
+
+def _as_bias(name: str, bias: ArrayLike, n: int, m: int, like: Tensor) -> Tensor:
+    t = _as_bias_tensor(name, bias, like)
+    if t.ndim == 2:
+        t = t[None]
+    require_shape(name, t, (None, n, m), "heads x queries x keys")
+    return t
+
+
+def _as_bias_tensor(name: str, bias: ArrayLike, like: Tensor) -> Tensor:
+    if isinstance(bias, Tensor):
+        t = bias.detach()
+    else:
+        import numpy as np
+
+        t = torch.from_numpy(np.array(bias, dtype=np.float64))
+    t = t.to(dtype=like.dtype, device=like.device)
+    if bool((torch.isnan(t) | (t == torch.inf)).any()):
+        raise ValueError(f"{name} must hold finite numbers or minus infinity; found NaN or +inf.")
+    return t
+
+
+def _per_sequence(name: str, values: Any, count: int) -> Sequence[Any] | None:
+    if values is None:
+        return None
+    if not isinstance(values, list | tuple) or len(values) != count:
+        found = f"{len(values)} entries" if isinstance(values, list | tuple) else type(values)
+        raise ValueError(
+            f"{name} of ragged data must be a list of {count} arrays, one per sequence; "
+            f"found {found}."
+        )
+    return values

@@ -38,10 +38,21 @@ class TrustRegionStep(NamedTuple):
     interior: Bool[Tensor, " b"]
     factorisations: int
 
+    def select(self, index: Tensor) -> TrustRegionStep:
+        """The members at `index`."""
+        picked = (self.step, self.decrease, self.lam, self.interior)
+        return TrustRegionStep(*(t[index] for t in picked), self.factorisations)
+
 
 def rounding_floor(n: int, dtype: torch.dtype) -> float:
-    """Smallest shift that makes a singular matrix with unit diagonal factor reliably: n eps."""
-    return n * torch.finfo(dtype).eps
+    """Smallest shift lam for a matrix with unit diagonal.
+
+    n eps lets a singular matrix factor reliably.  eps^(2/3) keeps rounding in the gradient along
+    directions without curvature (eps, say) from contributing more than eps / sqrt(lam) = eps^(2/3)
+    to the Newton decrement.
+    """
+    eps = torch.finfo(dtype).eps
+    return max(n * eps, eps ** (2 / 3))
 
 
 def trust_region_step(

@@ -1,0 +1,175 @@
+"""What a solve returns: pure data."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+from newtention.notation import Array
+
+
+class Status(StrEnum):
+    """Why a run ended; `sentence` says it in full."""
+
+    CONVERGED = "converged"
+    STALLED = "stalled"
+    ITERATION_LIMIT = "iteration limit"
+    TIME_LIMIT = "time limit"
+    STOPPED = "stopped by the callback"
+    INTERRUPTED = "interrupted"
+    OVERFLOW = "overflow"
+
+    @property
+    def sentence(self) -> str:
+        """The status as a full sentence."""
+        return _SENTENCES[self]
+
+
+_SENTENCES = {
+    Status.CONVERGED: "Converged: the Hessian is positive semidefinite to rounding, and a Newton "
+    "step would lower the loss by less than the tolerance.",
+    Status.STALLED: "Stalled at the limit of the arithmetic: no step lowers the loss measurably, "
+    "but the tolerance was not met.",
+    Status.ITERATION_LIMIT: "Stopped at the iteration limit; the loss was still falling.",
+    Status.TIME_LIMIT: "Stopped at the time limit; the loss was still falling.",
+    Status.STOPPED: "Stopped by the callback.",
+    Status.INTERRUPTED: "Interrupted; this is the best point so far.",
+    Status.OVERFLOW: "Stopped because the derivatives overflowed; this is the last finite point.",
+}
+
+
+@dataclass(frozen=True)
+class Record:
+    """One iteration of one independent problem: the point, then the step taken from it.
+
+    loss: total loss at the point.
+    gradient: norm of the projected loss's gradient in X.
+    decrement: sqrt(2 predicted decrease of the step) relative to sqrt(sum_j q_j ||B_j||^2); compared
+        with `tol` when the step is a full Newton step.
+    change: loss decrease by the step (0 for the last record).
+    step: length of the step relative to the length of X, both in the scaled metric.
+    ratio: actual over predicted decrease.
+    damping: multiplier of the metric in the Newton system (scaled to a unit diagonal).
+    radius: trust-region radius, in the scaled metric.
+    model: "gauss-newton" or "newton".
+    trials: steps tried, the accepted one included.
+    factorisations: Cholesky factorisations of the batch in this iteration.
+    seconds: since the start of the run.
+    """
+
+    iteration: int
+    loss: float
+    gradient: float
+    decrement: float
+    change: float
+    step: float
+    ratio: float
+    damping: float
+    radius: float
+    model: str
+    trials: int
+    factorisations: int
+    seconds: float
+
+
+class History(tuple[Record, ...]):
+    """The records of a run, in order; `column` gives one field of all of them."""
+
+    def column(self, name: str) -> list[Any]:
+        """One field over the iterations."""
+        return [getattr(record, name) for record in self]
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """Plain data, for JSON."""
+        return [asdict(record) for record in self]
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """The best point of a run.
+
+    X, Y: weights, (d1, d2) and (d3, p) for one head, with a leading head axis for several; NumPy
+        arrays if the problem's data were.
+    loss: total, data_loss + penalty.
+    relative_loss: data loss over 1/2 sum_j q_j ||B_j||^2 (the data loss itself if B = 0).
+    start_losses: final loss of every start of `n_init`, in order; this solution is the lowest.
+    seconds: wall time of the whole call.
+    """
+
+    X: Array
+    Y: Array
+    loss: float
+    data_loss: float
+    penalty: float
+    relative_loss: float
+    status: Status
+    iterations: int
+    seconds: float
+    method: str
+    tol: float
+    history: History
+    start_losses: tuple[float, ...]
+
+    @property
+    def success(self) -> bool:
+        """True when the run converged."""
+        return self.status is Status.CONVERGED
+
+    @property
+    def message(self) -> str:
+        """The status as a sentence."""
+        return self.status.sentence
+
+    def summary(self) -> str:
+        """A few lines for a terminal, in the manner of Ceres."""
+        last = self.history[-1] if self.history else None
+        first = self.history[0].loss if self.history else self.loss
+        rows = [
+            ("Loss at the start", f"{first:.6e}"),
+            ("Loss", f"{self.loss:.6e}"),
+            ("  data", f"{self.data_loss:.6e}"),
+            ("  penalty", f"{self.penalty:.6e}"),
+            ("Relative loss", f"{self.relative_loss:.6g}"),
+        ]
+        if last is not None:
+            rows.append(("Gradient norm", f"{last.gradient:.3e}"))
+            rows.append(("Newton decrement", f"{last.decrement:.3e} (tolerance {self.tol:.0e})"))
+            trials = sum(self.history.column("trials"))
+            factored = sum(self.history.column("factorisations"))
+            rows.append(("Steps tried", str(trials)))
+            rows.append(("Factorisations", str(factored)))
+        rows.append(("Iterations", str(self.iterations)))
+        rows.append(("Seconds", f"{self.seconds:.3g}"))
+        if len(self.start_losses) > 1:
+            losses = sorted(self.start_losses)
+            rows.append(
+                ("Starts", f"{len(losses)}, final losses {losses[0]:.6g} to {losses[-1]:.6g}")
+            )
+        width = max(len(name) for name, _ in rows)
+        lines = [f"{name:<{width}}  {value}" for name, value in rows]
+        return "\n".join([f"method {self.method}", *lines, self.message])
+
+    def __repr__(self) -> str:
+        """One line."""
+        return (
+            f"Solution({self.status.value}, relative_loss {self.relative_loss:.6g}, "
+            f"loss {self.loss:.6g}, {self.iterations} iterations, {self.seconds:.3g} s)"
+        )
+
+
+TABLE_HEADER = (
+    f"{'iter':>4} {'loss':>13} {'change':>9} {'gradient':>9} {'step':>8} {'ratio':>7} "
+    f"{'damping':>8} {'trials':>6} {'seconds':>8}"
+)
+
+
+def table_row(record: Record) -> str:
+    """One line of the iteration table."""
+    r = record
+    model = "" if r.model == "newton" else "  Gauss-Newton"
+    return (
+        f"{r.iteration:>4} {r.loss:>13.6e} {r.change:>9.2e} {r.gradient:>9.2e} {r.step:>8.1e} "
+        f"{r.ratio:>7.3f} {r.damping:>8.1e} {r.trials:>6} {r.seconds:>8.2f}{model}"
+    )
+

@@ -104,6 +104,10 @@ class Chunk:
         """The owners at `index` (repeats allowed), renumbered to `owner`."""
         return replace(self._owners(index), owner=owner)
 
+    def sequence(self, place: int) -> Chunk:
+        """One sequence of every owner."""
+        return self._sequences(slice(place, place + 1))
+
     def tiles(self, elements_per_row: int, budget: int = TILE_ELEMENTS) -> Iterator[Chunk]:
         """Split so that rows times elements_per_row stays within the budget.
 
@@ -197,9 +201,7 @@ def _is_identity(chunk: Chunk, batch: int) -> bool:
     return chunk.owner.shape[0] == batch
 
 
-def length_buckets(
-    lengths: Sequence[tuple[int, int]], waste: float = 0.15
-) -> list[list[int]]:
+def length_buckets(lengths: Sequence[tuple[int, int]], waste: float = 0.15) -> list[list[int]]:
     """Group sequences so that padding adds at most the fraction `waste` of the pairs.
 
     lengths holds (queries, keys) of each sequence.  Sequences are sorted by length and a bucket is

@@ -175,9 +175,7 @@ def _as_tensor(name: str, array: ArrayLike) -> Tensor:
 
 def _promote_half(name: str, t: Tensor) -> Tensor:
     if t.dtype in _HALF or (t.is_floating_point() and t.element_size() < 2):
-        warnings.warn(
-            f"{name} is {str(t.dtype)[6:]}; computing in float32.", stacklevel=5
-        )
+        warnings.warn(f"{name} is {str(t.dtype)[6:]}; computing in float32.", stacklevel=5)
         return t.float()
     if t.dtype == torch.bool:
         raise TypeError(f"{name} must hold numbers; found booleans.")

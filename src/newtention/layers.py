@@ -100,9 +100,7 @@ class Bilinear:
         )
 
 
-def weights_of_tile(
-    tile: Chunk, X: Float[Tensor, "b h d1 d2"]
-) -> Float[Tensor, "o s h n m"]:
+def weights_of_tile(tile: Chunk, X: Float[Tensor, "b h d1 d2"]) -> Float[Tensor, "o s h n m"]:
     """Attention weights P of the tile's queries."""
     q = tile.queries[:, :, None] @ tile.of(X)[:, None]
     return attention_weights(q, tile.A2[:, :, None], tile.bias, tile.allowed)

@@ -434,9 +434,7 @@ class AttentionProblem:
             raise ValueError("query_weights must not all be 0.")
         sizes = [(len(s.A1), len(s.A2)) for s in segments]
         order = length_buckets(sizes)
-        chunks = tuple(
-            _chunk([segments[i] for i in places], causal, scale) for places in order
-        )
+        chunks = tuple(_chunk([segments[i] for i in places], causal, scale) for places in order)
         like = chunks[0].A1
         d1, d2, d3 = (getattr(segments[0], a).shape[-1] for a in ("A1", "A2", "A3"))
         if regularizer is None:

@@ -60,9 +60,7 @@ class Quadratic:
         """Dense curvature of one head's X block, k = d1 d2."""
         b, _, d1, _ = self.left.shape
         d2 = self.right.shape[-1]
-        return torch.einsum("btac,btde->badce", self.left, self.right).reshape(
-            b, d1 * d2, d1 * d2
-        )
+        return torch.einsum("btac,btde->badce", self.left, self.right).reshape(b, d1 * d2, d1 * d2)
 
     def take(self, index: Int[Tensor, " k"]) -> Quadratic:
         """The quadratics of the independent problems at `index`."""

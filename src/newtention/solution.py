@@ -93,12 +93,15 @@ class Solution:
         arrays if the problem's data were.
     loss: total, data_loss + penalty.
     relative_loss: data loss over 1/2 sum_j q_j ||B_j||^2 (the data loss itself if B = 0).
+    start_X, start_Y: the weights this run began from, Y already solved for X.
     start_losses: final loss of every start of `n_init`, in order; this solution is the lowest.
     seconds: wall time of the whole call.
     """
 
     X: Array
     Y: Array
+    start_X: Array
+    start_Y: Array
     loss: float
     data_loss: float
     penalty: float
@@ -172,4 +175,3 @@ def table_row(record: Record) -> str:
         f"{r.iteration:>4} {r.loss:>13.6e} {r.change:>9.2e} {r.gradient:>9.2e} {r.step:>8.1e} "
         f"{r.ratio:>7.3f} {r.damping:>8.1e} {r.trials:>6} {r.seconds:>8.2f}{model}"
     )
-

@@ -64,9 +64,7 @@ class HessianBlocks:
 
     def take(self, index: Int[Tensor, " k"]) -> HessianBlocks:
         """The blocks of the independent problems at `index`."""
-        return replace(
-            self, xx=self.xx[index], xy=self.xy[index], gram=self.gram[index]
-        )
+        return replace(self, xx=self.xx[index], xy=self.xy[index], gram=self.gram[index])
 
 
 def second_order(
@@ -244,4 +242,6 @@ def _add_quadratic(blocks: HessianBlocks, problem: AttentionProblem) -> None:
 def _elements_per_row(layer: Bilinear) -> int:
     """Elements per query row of the widest intermediate of `_tile_sums`."""
     h, d1, d2, d3, p = layer.heads, layer.d1, layer.d2, layer.d3, layer.p
-    return max(h * d2 * p, h * d1 * d3, h * d2 * d3, d1 * p, h * d2 * d2, h * (h - 1) // 2 * d2 * d2)
+    return max(
+        h * d2 * p, h * d1 * d3, h * d2 * d3, d1 * p, h * d2 * d2, h * (h - 1) // 2 * d2 * d2
+    )

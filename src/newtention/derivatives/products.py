@@ -49,9 +49,6 @@ def hessian_product(
         HY = contract(P_t @ A3, at.qC) + contract(at.attended, qC_t)
         return contract(A1, dS_t @ A2), HY
 
-    HX, HY = reduce(
-        problem.chunks, problem.batch, tile_sums, forward_elements(problem, X.shape[1])
-    )
+    HX, HY = reduce(problem.chunks, problem.batch, tile_sums, forward_elements(problem, X.shape[1]))
     KX, KY = problem.quadratic.apply(dX, dY)
     return HX + KX, HY + KY
-

@@ -68,9 +68,7 @@ def trust_region_step(
     b, n, _ = H.shape
     floor = rounding_floor(n, H.dtype)
     norm_g = torch.linalg.vector_norm(g, dim=-1)
-    norm_H = torch.minimum(
-        torch.linalg.matrix_norm(H), torch.linalg.matrix_norm(H, ord=torch.inf)
-    )
+    norm_H = torch.minimum(torch.linalg.matrix_norm(H), torch.linalg.matrix_norm(H, ord=torch.inf))
     low = torch.maximum(norm_g / radius - norm_H, -H.diagonal(dim1=-2, dim2=-1).amin(-1))
     low = low.clamp(min=floor)
     high = torch.maximum(norm_g / radius + norm_H, 2 * low)
@@ -171,6 +169,4 @@ def _to_boundary(s: Tensor, z: Tensor, radius: Tensor) -> Tensor:
     sz = (s * z).sum(-1)
     gap = (radius.square() - s.square().sum(-1)).clamp(min=0)
     root = (sz.square() + gap).sqrt()
-    return gap / torch.where(sz >= 0, sz + root, sz - root).where(
-        root > 0, torch.ones_like(root)
-    )
+    return gap / torch.where(sz >= 0, sz + root, sz - root).where(root > 0, torch.ones_like(root))

@@ -126,7 +126,7 @@ def iterate(
     Y: Float[Tensor, "b h d3 p"],
     settings: Settings,
 ) -> Iterator[Iterate]:
-    """Run Newton's method until every member has ended, yielding after each iteration.
+    """Run Newton's method until every member has ended, yielding at the start and after iterations.
 
     (X, Y) is used as given if projecting Y would raise the loss, which only rounding can make it do.
     """
@@ -143,6 +143,7 @@ def iterate(
         full=torch.zeros_like(better),
         invisible=zero + torch.inf,
     )
+    yield Iterate(members, {}, {})
     active = torch.arange(problem.batch, device=X.device)
     sub = problem
     for iteration in range(settings.max_iter + 1):
@@ -233,7 +234,9 @@ def _iteration(
     columns["trials"] = [int(n) for n in columns["trials"]]
     columns["model"] = ["newton" if f else "gauss-newton" for f in full.tolist()]
     columns["factorisations"] = [factorisations] * problem.batch
-    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    rows = [
+        dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
+    ]
     return at, rows, ended
 
 

@@ -17,9 +17,11 @@ from newtention.chunks import Chunk, reduce
 from newtention.derivatives.gradient import forward_elements
 from newtention.problem import AttentionProblem
 
+START_SCALE = 1.0
+
 
 def random_start(
-    problem: AttentionProblem, heads: int, seed: int, scale: float
+    problem: AttentionProblem, heads: int, seed: int, scale: float = START_SCALE
 ) -> Float[Tensor, "b h d1 d2"]:
     """One X per independent problem, the same draw for each, scaled to the problem's logits."""
     d1, d2, _, _ = problem.widths
@@ -32,9 +34,7 @@ def random_start(
     return X * factor[:, :, None, None]
 
 
-def logit_spread(
-    problem: AttentionProblem, X: Float[Tensor, "b h d1 d2"]
-) -> Float[Tensor, "b h"]:
+def logit_spread(problem: AttentionProblem, X: Float[Tensor, "b h d1 d2"]) -> Float[Tensor, "b h"]:
     """Root mean square of scale A1 X A2^T, centred over each query's allowed keys."""
 
     def tile_sums(tile: Chunk) -> tuple[Tensor, Tensor]:

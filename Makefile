@@ -1,0 +1,47 @@
+# Everything runs in .venv, made on first use from the tested set of packages in constraints.txt.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Two threads everywhere, for torch and for every BLAS, so that figures can be compared.
+THREADS ?= 2
+export OMP_NUM_THREADS := $(THREADS)
+export OPENBLAS_NUM_THREADS := $(THREADS)
+export MKL_NUM_THREADS := $(THREADS)
+
+.PHONY: demo test test-all lint types bench clean
+
+demo: $(VENV)/.installed
+	$(BIN)/newtention fit example:minilm-head --out demo-result --ridge 0.1
+	@echo "Open demo-result/report.html in a browser."
+
+test: $(VENV)/.installed lint types
+	$(BIN)/python -m pytest
+
+test-all: $(VENV)/.installed lint types
+	NEWTENTION_TEST_ALL=1 $(BIN)/python -m pytest --run-full
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/lint-imports
+
+types: $(VENV)/.installed
+	$(BIN)/pyrefly check
+
+bench: $(VENV)/.bench
+	$(BIN)/python -m benchmarks --out benchmarks/results
+
+# pip prefers the newest torch, which on Linux is a CUDA build of several gigabytes; the constraint
+# names a release whose CPU build serves all of this project.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,lint]"
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[bench]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) demo-result build dist .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,398 @@
+"""`solve` and `solve_many`: from a problem to a solution."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from newtention.derivatives.gradient import data_loss
+from newtention.layers import Bilinear
+from newtention.memory import available_bytes, newton_bytes, readable, require_memory
+from newtention.newton.loop import Iterate, Members, Settings, iterate
+from newtention.newton.starts import START_SCALE, random_start
+from newtention.newton.stopping import default_tol
+from newtention.notation import Array, ArrayLike
+from newtention.problem import AttentionProblem
+from newtention.solution import TABLE_HEADER, History, Record, Solution, Status, table_row
+from newtention.weights import as_weights
+
+Method = Literal["auto", "newton"]
+Start = None | tuple[ArrayLike, ArrayLike] | ArrayLike | Solution
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings that few users need.
+
+    heads: number of heads of a random start.
+    start_scale: root mean square of the centred logits of a random start.
+    gauss_newton_iterations: iterations with the Gauss-Newton matrix before the full Hessian.
+
+    Raises:
+        ValueError: a setting out of range.
+    """
+
+    heads: int = 1
+    start_scale: float = START_SCALE
+    gauss_newton_iterations: int = 10
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        _require_count("Options(heads=)", self.heads, 1)
+        _require_count("Options(gauss_newton_iterations=)", self.gauss_newton_iterations, 0)
+        if not 0 < self.start_scale < float("inf"):
+            raise ValueError(
+                f"Options(start_scale=) must be positive and finite; found {self.start_scale}."
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Progress:
+    """What a callback sees after each iteration.
+
+    iteration: its number, from 0.
+    records: the latest record of every start of every problem, in order.
+    record: the one with the lowest loss.
+    X, Y: current weights of that one, shaped like a solution's.
+    ended: whether each start has ended.
+    seconds: since the start of the run.
+    """
+
+    iteration: int
+    records: tuple[Record, ...]
+    record: Record
+    X: Array
+    Y: Array
+    ended: tuple[bool, ...]
+    seconds: float
+
+
+Callback = Callable[[Progress], object]
+
+
+def solve(
+    problem: AttentionProblem,
+    start: Start = None,
+    method: Method = "auto",
+    tol: float | None = None,
+    max_iter: int = 200,
+    max_seconds: float | None = None,
+    n_init: int = 1,
+    seed: int = 0,
+    callback: Callback | None = None,
+    verbose: bool = False,
+    options: Options | None = None,
+) -> Solution:
+    """Fit X and Y to the problem.
+
+    Args:
+        problem: one problem.
+        start: None for a random start (see `newtention.newton.starts`), (X, Y), X alone, or an
+            earlier Solution.  Y is re-solved for X in any case.
+        method: "newton", dense Newton on the loss with Y eliminated; "auto" is the same today.
+        tol: bound on the relative Newton decrement sqrt(predicted decrease / (1/2 ||B||^2));
+            default 1e-10 in float64, 1e-4 in float32.
+        max_iter: iteration limit.
+        max_seconds: time limit, checked after each iteration.
+        n_init: number of starts, solved as one batch; the best is returned.  A given start is the
+            first of them.
+        seed: of the random starts.
+        callback: called with a `Progress` after each iteration; raise StopIteration to stop.
+        verbose: print the iteration table and the summary.
+        options: see `Options`.
+
+    Returns:
+        The best point found, whatever ended the run, Ctrl-C included.
+
+    Raises:
+        ValueError: a setting out of range, a start of the wrong shape, a stack of problems.
+        MemoryError: the dense matrices do not fit into free memory.
+    """
+    if problem.parts:
+        raise ValueError("solve takes one problem; use solve_many for a list of problems.")
+    return _solve(
+        problem,
+        [start],
+        method,
+        tol,
+        max_iter,
+        max_seconds,
+        n_init,
+        seed,
+        callback,
+        verbose,
+        options,
+    )[0]
+
+
+def solve_many(
+    problems: Sequence[AttentionProblem],
+    starts: Sequence[Start] | None = None,
+    method: Method = "auto",
+    tol: float | None = None,
+    max_iter: int = 200,
+    max_seconds: float | None = None,
+    n_init: int = 1,
+    seed: int = 0,
+    callback: Callback | None = None,
+    verbose: bool = False,
+    options: Options | None = None,
+) -> list[Solution]:
+    """Fit several independent problems of equal widths as one batch.
+
+    Arguments as for `solve`; starts holds one entry per problem.  The answers are those of single
+    solves, in less time when the problems are small.
+
+    Raises:
+        ValueError: as for `solve` and `AttentionProblem.stack`.
+        MemoryError: the dense matrices of the batch do not fit into free memory.
+    """
+    problem = AttentionProblem.stack(problems)
+    given = [None] * problem.batch if starts is None else list(starts)
+    if len(given) != problem.batch:
+        raise ValueError(f"starts must hold {problem.batch} entries; found {len(given)}.")
+    return _solve(
+        problem, given, method, tol, max_iter, max_seconds, n_init, seed, callback, verbose, options
+    )
+
+
+def _solve(
+    problem: AttentionProblem,
+    starts: Sequence[Start],
+    method: Method,
+    tol: float | None,
+    max_iter: int,
+    max_seconds: float | None,
+    n_init: int,
+    seed: int,
+    callback: Callback | None,
+    verbose: bool,
+    options: Options | None,
+) -> list[Solution]:
+    began = time.perf_counter()
+    options = options or Options()
+    _require_count("max_iter", max_iter, 0)
+    _require_count("n_init", n_init, 1)
+    _require_count("seed", seed, 0)
+    if method not in ("auto", "newton"):
+        raise ValueError(f'method must be "auto" or "newton"; found {method!r}.')
+    if max_seconds is not None and not max_seconds >= 0:
+        raise ValueError(f"max_seconds must be at least 0; found {max_seconds}.")
+    tol = default_tol(problem.like.dtype) if tol is None else float(tol)
+    if not 0 < tol < float("inf"):
+        raise ValueError(f"tol must be positive and finite; found {tol}.")
+
+    X, Y, one_head = _starts(problem, starts, n_init, seed, options)
+    _require_room(problem, X.shape[1], n_init)
+    index = torch.arange(problem.batch, device=X.device).repeat_interleave(n_init)
+    members = problem.take(index) if n_init > 1 or problem.parts else problem
+    settings = Settings(tol, max_iter, options.gauss_newton_iterations)
+    run = _Run(members, one_head, began, max_seconds, callback, verbose)
+    run.consume(iterate(members, X, Y, settings))
+    if verbose:
+        print()
+    solutions = run.solutions(n_init, tol)
+    if verbose:
+        for solution in solutions:
+            print(solution.summary())
+    return solutions
+
+
+class _Run:
+    """Consumes the iterates: history, limits, callback, and the best point at the end."""
+
+    def __init__(
+        self,
+        problem: AttentionProblem,
+        one_head: bool,
+        began: float,
+        max_seconds: float | None,
+        callback: Callback | None,
+        verbose: bool,
+    ) -> None:
+        self.problem = problem
+        self.one_head = one_head
+        self.began = began
+        self.max_seconds = max_seconds
+        self.callback = callback
+        self.verbose = verbose
+        self.start: Members | None = None
+        self.members: Members | None = None
+        self.records: list[list[Record]] = [[] for _ in range(problem.batch)]
+        self.statuses: dict[int, Status] = {}
+
+    def consume(self, iterates) -> None:  # noqa: ANN001 - a generator of Iterate
+        """Run to the end, or to a limit, the callback's stop or Ctrl-C."""
+        if self.verbose:
+            print(TABLE_HEADER)
+        reason = Status.INTERRUPTED
+        try:
+            for it in iterates:
+                self._note(it)
+                if self.callback is not None and it.records:
+                    try:
+                        self.callback(self._progress(it))
+                    except StopIteration:
+                        reason = Status.STOPPED
+                        break
+                if self.max_seconds is not None and self._seconds() >= self.max_seconds:
+                    reason = Status.TIME_LIMIT
+                    break
+        except KeyboardInterrupt:
+            if self.members is None:
+                raise
+        for i in range(self.problem.batch):
+            self.statuses.setdefault(i, reason)
+
+    def solutions(self, n_init: int, tol: float) -> list[Solution]:
+        """The best start of every problem."""
+        assert self.members is not None and self.start is not None
+        X, Y = self.members.X, self.members.Y
+        data = data_loss(self.problem, X, Y)
+        penalty = self.problem.quadratic.value(X, Y)
+        energy = self.problem.target_energy()
+        relative = torch.where(
+            energy > 0, data / energy.where(energy > 0, torch.ones_like(energy)), data
+        )
+        total = data + penalty
+        result = []
+        for first in range(0, self.problem.batch, n_init):
+            group = range(first, first + n_init)
+            best = min(group, key=lambda i: float(total[i]))
+            result.append(
+                Solution(
+                    X=self._present(X[best]),
+                    Y=self._present(Y[best]),
+                    start_X=self._present(self.start.X[best]),
+                    start_Y=self._present(self.start.Y[best]),
+                    loss=float(total[best]),
+                    data_loss=float(data[best]),
+                    penalty=float(penalty[best]),
+                    relative_loss=float(relative[best]),
+                    status=self.statuses[best],
+                    iterations=max(0, len(self.records[best]) - 1),
+                    seconds=self._seconds(),
+                    method="newton",
+                    tol=tol,
+                    history=History(self.records[best]),
+                    start_losses=tuple(float(total[i]) for i in group),
+                )
+            )
+        return result
+
+    def _note(self, it: Iterate) -> None:
+        if self.members is None:
+            self.start = it.members
+        self.members = it.members
+        self.statuses |= it.ended
+        for i, record in it.records.items():
+            self.records[i].append(record)
+        if self.verbose and it.records:
+            best = min(it.records.values(), key=lambda r: r.loss)
+            print(table_row(best), flush=True)
+
+    def _progress(self, it: Iterate) -> Progress:
+        latest = tuple(rows[-1] for rows in self.records)
+        best = min(range(len(latest)), key=lambda i: latest[i].loss)
+        return Progress(
+            iteration=max(r.iteration for r in it.records.values()),
+            records=latest,
+            record=latest[best],
+            X=self._present(it.members.X[best]),
+            Y=self._present(it.members.Y[best]),
+            ended=tuple(i in self.statuses for i in range(len(latest))),
+            seconds=self._seconds(),
+        )
+
+    def _present(self, weights: Tensor) -> Array:
+        return self.problem.present(weights[0].clone() if self.one_head else weights.clone())
+
+    def _seconds(self) -> float:
+        return time.perf_counter() - self.began
+
+
+def _starts(
+    problem: AttentionProblem, starts: Sequence[Start], n_init: int, seed: int, options: Options
+) -> tuple[Tensor, Tensor, bool]:
+    """First X and Y of every member, (b n_init, h, ...), and whether the user thinks in one head."""
+    singles = problem.parts or (problem,)
+    given = [
+        None if s is None else _given_start(p, s) for p, s in zip(singles, starts, strict=True)
+    ]
+    known = [w for w in given if w is not None]
+    heads = {w.X.shape[1] for w in known} or {
+        problem.bias_heads or _centre_heads(problem) or options.heads
+    }
+    if len(heads) > 1:
+        raise ValueError(f"All starts must have the same number of heads; found {sorted(heads)}.")
+    h = heads.pop()
+    one_head = all(w.one_head for w in known) if known else h == 1
+    X = []
+    Y = []
+    for single, w in zip(singles, given, strict=True):
+        for r in range(n_init):
+            if w is not None and r == 0:
+                X.append(w.X)
+                Y.append(w.Y)
+            else:
+                X.append(random_start(single, h, _seed(seed, r), options.start_scale))
+                Y.append(X[-1].new_zeros(1, h, *problem.widths[2:]))
+    return torch.cat(X), torch.cat(Y), one_head
+
+
+def _given_start(problem: AttentionProblem, start: Start):  # noqa: ANN202
+    if isinstance(start, str):
+        raise ValueError(f"start must be weights or a Solution; found {start!r}.")
+    if isinstance(start, Solution):
+        return as_weights(problem, start.X, start.Y)
+    if isinstance(start, tuple):
+        if len(start) != 2:
+            raise ValueError(f"start must be (X, Y) or X; found a tuple of {len(start)}.")
+        return as_weights(problem, *start)
+    return as_weights(problem, start)
+
+
+def _centre_heads(problem: AttentionProblem) -> int | None:
+    centre = problem.quadratic.centre_x
+    return None if centre is None else centre.shape[1]
+
+
+def _seed(seed: int, start: int) -> int:
+    """Independent streams for the starts of every seed."""
+    return int(np.random.SeedSequence([seed, start]).generate_state(1, np.uint64)[0] >> 1)
+
+
+def _require_room(problem: AttentionProblem, heads: int, n_init: int) -> None:
+    layer = Bilinear(heads, *problem.widths)
+    itemsize = problem.like.element_size()
+    needed = newton_bytes(layer, problem.batch * n_init, itemsize)
+    free = available_bytes(problem.like.device)
+    fitting = 0
+    for members in range(problem.batch * n_init, 0, -1):
+        if newton_bytes(layer, members, itemsize) <= free:
+            fitting = members
+            break
+    if fitting:
+        what = "n_init" if problem.batch == 1 else "a batch of problems times n_init"
+        alternative = f"{what} up to {fitting} would fit."
+    else:
+        one = readable(newton_bytes(layer, 1, itemsize))
+        half = "" if itemsize == 4 else "; float32 would halve it"
+        alternative = (
+            f"a single start of these widths needs {one}{half}: narrow the tokens, for example "
+            "to their leading singular directions."
+        )
+    require_memory(
+        f"A dense solve of {layer.size} unknowns", needed, problem.like.device, alternative
+    )
+
+
+def _require_count(name: str, value: int, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        raise ValueError(f"{name} must be an integer of at least {least}; found {value!r}.")

@@ -20,7 +20,7 @@ from newtention.newton.stopping import default_tol
 from newtention.notation import Array, ArrayLike
 from newtention.problem import AttentionProblem
 from newtention.solution import TABLE_HEADER, History, Record, Solution, Status, table_row
-from newtention.weights import as_weights
+from newtention.weights import as_weights, fixed_heads
 
 Method = Literal["auto", "newton"]
 Start = None | tuple[ArrayLike, ArrayLike] | ArrayLike | Solution
@@ -33,6 +33,10 @@ class Options:
     heads: number of heads of a random start.
     start_scale: root mean square of the centred logits of a random start.
     gauss_newton_iterations: iterations with the Gauss-Newton matrix before the full Hessian.
+    metric_floor: lengths are measured by the absolute diagonal of the Hessian, entries below this
+        fraction of their mean raised to it; a huge value gives the plain Euclidean norm.
+
+    docs/choices.md says how the defaults were chosen.
 
     Raises:
         ValueError: a setting out of range.
@@ -41,15 +45,16 @@ class Options:
     heads: int = 1
     start_scale: float = START_SCALE
     gauss_newton_iterations: int = 10
+    metric_floor: float = 1e-3
 
     def __post_init__(self) -> None:
         """Check the ranges."""
         _require_count("Options(heads=)", self.heads, 1)
         _require_count("Options(gauss_newton_iterations=)", self.gauss_newton_iterations, 0)
-        if not 0 < self.start_scale < float("inf"):
-            raise ValueError(
-                f"Options(start_scale=) must be positive and finite; found {self.start_scale}."
-            )
+        for name in ("start_scale", "metric_floor"):
+            value = getattr(self, name)
+            if not 0 < value < float("inf"):
+                raise ValueError(f"Options({name}=) must be positive and finite; found {value}.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,7 +197,7 @@ def _solve(
     _require_room(problem, X.shape[1], n_init)
     index = torch.arange(problem.batch, device=X.device).repeat_interleave(n_init)
     members = problem.take(index) if n_init > 1 or problem.parts else problem
-    settings = Settings(tol, max_iter, options.gauss_newton_iterations)
+    settings = Settings(tol, max_iter, options.gauss_newton_iterations, options.metric_floor)
     run = _Run(members, one_head, began, max_seconds, callback, verbose)
     run.consume(iterate(members, X, Y, settings))
     if verbose:
@@ -252,7 +257,8 @@ class _Run:
 
     def solutions(self, n_init: int, tol: float) -> list[Solution]:
         """The best start of every problem."""
-        assert self.members is not None and self.start is not None
+        assert self.members is not None
+        assert self.start is not None
         X, Y = self.members.X, self.members.Y
         data = data_loss(self.problem, X, Y)
         penalty = self.problem.quadratic.value(X, Y)
@@ -326,9 +332,7 @@ def _starts(
         None if s is None else _given_start(p, s) for p, s in zip(singles, starts, strict=True)
     ]
     known = [w for w in given if w is not None]
-    heads = {w.X.shape[1] for w in known} or {
-        problem.bias_heads or _centre_heads(problem) or options.heads
-    }
+    heads = {w.X.shape[1] for w in known} or {fixed_heads(problem) or options.heads}
     if len(heads) > 1:
         raise ValueError(f"All starts must have the same number of heads; found {sorted(heads)}.")
     h = heads.pop()
@@ -341,7 +345,7 @@ def _starts(
                 X.append(w.X)
                 Y.append(w.Y)
             else:
-                X.append(random_start(single, h, _seed(seed, r), options.start_scale))
+                X.append(random_start(single, h, seed, r, options.start_scale))
                 Y.append(X[-1].new_zeros(1, h, *problem.widths[2:]))
     return torch.cat(X), torch.cat(Y), one_head
 
@@ -356,16 +360,6 @@ def _given_start(problem: AttentionProblem, start: Start):  # noqa: ANN202
             raise ValueError(f"start must be (X, Y) or X; found a tuple of {len(start)}.")
         return as_weights(problem, *start)
     return as_weights(problem, start)
-
-
-def _centre_heads(problem: AttentionProblem) -> int | None:
-    centre = problem.quadratic.centre_x
-    return None if centre is None else centre.shape[1]
-
-
-def _seed(seed: int, start: int) -> int:
-    """Independent streams for the starts of every seed."""
-    return int(np.random.SeedSequence([seed, start]).generate_state(1, np.uint64)[0] >> 1)
 
 
 def _require_room(problem: AttentionProblem, heads: int, n_init: int) -> None:

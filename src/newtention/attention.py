@@ -57,7 +57,7 @@ def score_gradient_tangent(
     do: Float[Tensor, "o s #h n p"],
     do_t: Float[Tensor, "o s #h n p"],
 ) -> Float[Tensor, "o s h n m"]:
-    """The tangent of `score_gradient`; arguments ending in _t are the tangents of their namesakes."""
+    """The tangent of `score_gradient`; arguments ending in _t are their namesakes' tangents."""
     rho = (do * o).sum(-1, keepdim=True)
     rho_t = (do_t * o + do * o_t).sum(-1, keepdim=True)
     return P_t * (do @ v.mT - rho) + P * (do_t @ v.mT + do @ v_t.mT - rho_t)

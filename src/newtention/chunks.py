@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ class Chunk:
     weight: Float[Tensor, "o s n"]
     query_lengths: Int[Tensor, "o s"]
     owner: Int[Tensor, " o"]
-    mask: Mask = Mask()
+    mask: Mask = field(default_factory=Mask)
     bias: Float[Tensor, "o s #h n m"] | None = None
     key_weight: Float[Tensor, "o s m"] | None = None
     scale: float = 1.0
@@ -128,23 +128,22 @@ class Chunk:
         step_o = math.ceil(o / math.ceil(o / step_o))
         for i in range(0, o, step_o):
             owners = self._owners(slice(i, i + step_o))
-            owners = replace(owners, owner=self.owner[i : i + step_o])
             for j in range(0, s, step_s):
                 sequences = owners._sequences(slice(j, j + step_s))
                 for k in range(0, n, step_n):
                     yield sequences._rows(k, min(n, k + step_n))
 
     def _owners(self, index: slice | Tensor) -> Chunk:
-        return self._mapped(lambda t: t[index], self.mask.owners(index))
+        return self._mapped(lambda t: t[index], self.mask.owners(index), self.owner[index])
 
     def _sequences(self, index: slice) -> Chunk:
-        return self._mapped(lambda t: t[:, index], self.mask.sequences(index))
+        return self._mapped(lambda t: t[:, index], self.mask.sequences(index), self.owner)
 
-    def _mapped(self, f: Callable[[Tensor], Tensor], mask: Mask) -> Chunk:
+    def _mapped(self, f: Callable[[Tensor], Tensor], mask: Mask, owner: Tensor) -> Chunk:
         names = ("A1", "A2", "A3", "B", "weight", "query_lengths", "bias", "key_weight")
         values = {name: getattr(self, name) for name in names}
         fields = {name: None if t is None else f(t) for name, t in values.items()}
-        return replace(self, mask=mask, **_share(self, fields))
+        return replace(self, mask=mask, owner=owner, **_share(self, fields))
 
     def _rows(self, start: int, stop: int) -> Chunk:
         if start == 0 and stop == self.A1.shape[2]:

@@ -23,7 +23,7 @@ from newtention.newton.starts import random_start
 from newtention.newton.varpro import project
 from newtention.notation import Array, ArrayLike
 from newtention.problem import AttentionProblem
-from newtention.weights import Weights, as_weights, flat_to_weights
+from newtention.weights import Weights, as_weights, fixed_heads, flat_to_weights
 
 
 def loss(problem: AttentionProblem, X: ArrayLike, Y: ArrayLike) -> float | Array:
@@ -91,7 +91,8 @@ def hessian(problem: AttentionProblem, X: ArrayLike, Y: ArrayLike, kind: Kind = 
 
     Args:
         problem: the data.
-        X, Y: the point.
+        X: query/key map at which to evaluate.
+        Y: value map at which to evaluate.
         kind: "full", or "gauss-newton" for the positive semidefinite part J^T J plus the
             regulariser.
 
@@ -185,7 +186,7 @@ class DerivativeReport(NamedTuple):
 def check_derivatives(
     problem: AttentionProblem, X: ArrayLike, Y: ArrayLike, directions: int = 5, seed: int = 0
 ) -> DerivativeReport:
-    """Compare gradient and Hessian products with central finite differences along random directions.
+    """Compare gradient and Hessian products with central differences along random directions.
 
     The step is eps^(1/3) relative to the weights, which balances truncation and rounding.
 
@@ -247,8 +248,10 @@ def to_scipy(
     """
     _require_single(problem)
     if start is None:
-        X = random_start(problem, 1, seed)
-        w = Weights(X, project(problem, X, X.new_zeros(1, 1, *problem.widths[2:])), True, problem)
+        h = fixed_heads(problem) or 1
+        X = random_start(problem, h, seed)
+        Y, _ = project(problem, X, X.new_zeros(1, h, *problem.widths[2:]))
+        w = Weights(X, Y, h == 1, problem)
     else:
         w = as_weights(problem, *start)
     heads = w.layer.heads
@@ -261,7 +264,7 @@ def to_scipy(
         return w.layer.pack(X, Y)[0].cpu().double().numpy()
 
     def first_order(x: np.ndarray) -> tuple[np.ndarray, float, np.ndarray]:
-        """scipy asks for value and gradient at the same point in separate calls."""
+        """Scipy asks for value and gradient at the same point in separate calls."""
         if "last" not in known or not np.array_equal(known["last"][0], x):
             value, GX, GY = loss_and_gradient(problem, *unflat(x))
             known["last"] = (np.array(x), float(value[0]), flat(GX, GY))

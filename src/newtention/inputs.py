@@ -42,7 +42,7 @@ def as_tensors(arrays: Mapping[str, ArrayLike]) -> tuple[dict[str, Tensor], bool
             "pass all arrays as torch tensors or all as NumPy arrays."
         )
     # One conversion per distinct array, so that self-attention keeps sharing its tokens.
-    first_name = {id(a): name for name, a in reversed(arrays.items())}
+    first_name = {id(a): name for name, a in reversed(list(arrays.items()))}
     converted = {
         name: _promote_half(name, _as_tensor(name, arrays[name])) for name in first_name.values()
     }

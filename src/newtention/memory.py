@@ -9,8 +9,8 @@ from newtention.chunks import TILE_ELEMENTS
 from newtention.layers import Bilinear
 
 _DENSE_MATRICES = 5
-"""Nx x Nx matrices alive at the peak of a solve: H_xx and its packed form, the reduced Hessian and
-its scaled copy, the shifted matrix with its factor (counted from the code, checked in the tests)."""
+"""Nx x Nx matrices alive at the peak of a solve: H_xx and its packed form, the reduced Hessian
+and its scaled copy, the shifted matrix with its factor (counted from the code, checked in the tests)."""
 _MIXED_MATRICES = 3
 """Nx x Ny matrices alive at the peak: H_xy as summed, H_xy in order, and H_xy H_yy^-1/2."""
 _TILES = 8
@@ -51,10 +51,9 @@ def require_memory(what: str, needed: int, device: torch.device, alternative: st
 def readable(count: int) -> str:
     """Bytes with a binary unit."""
     value = float(count)
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            break
+    units = iter(("bytes", "KiB", "MiB", "GiB", "TiB"))
+    unit = next(units)
+    while value >= 1024 and unit != "TiB":
         value /= 1024
-    else:
-        unit = "TiB"
+        unit = next(units)
     return f"{value:.0f} {unit}" if unit == "bytes" else f"{value:.1f} {unit}"

@@ -2,9 +2,9 @@
 
 Symbols, with the paper's letter where it differs (Gao, Song, Wang, Yin, arXiv 2309.07418)::
 
-    A1   (n, d1)   query-side tokens          X   (h, d1, d2)   query/key map, W_Q W_K^T per head
-    A2   (m, d2)   key-side tokens            Y   (h, d3, p)    value map, W_V W_O per head
-    A3   (m, d3)   value-side tokens          B   (n, p)        targets
+    A1   (n, d1)   query-side tokens        X   (h, d1, d2)   query/key map, W_Q W_K^T per head
+    A2   (m, d2)   key-side tokens          Y   (h, d3, p)    value map, W_V W_O per head
+    A3   (m, d3)   value-side tokens        B   (n, p)        targets
     S    (h, n, m) logits, scale A1 X A2^T + bias
     P    (h, n, m) attention weights, softmax of S along keys      paper: f(x)_j = alpha^-1 u
     V    (h, m, p) values, A3 Y                                    paper: h(y)

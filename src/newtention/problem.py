@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -214,7 +214,9 @@ class AttentionProblem:
             key_offsets: (s + 1,) integers for keys and values; `offsets` by default.
             mask: None, "causal", or a list with one (n_i, m_i) boolean array per sequence.
             bias: a list with one (n_i, m_i) or (h, n_i, m_i) array per sequence.
-            scale, query_weights (N,), regularizer: as for `AttentionProblem`.
+            scale: multiplies the logits.
+            query_weights: (N,) weight of each row of targets.
+            regularizer: `Ridge`, `TokenWeights` (one weight per row of keys) or `Proximity`.
 
         Raises:
             ValueError, TypeError: as for `AttentionProblem`.
@@ -366,7 +368,7 @@ class AttentionProblem:
         )
         return taken
 
-    def rows_from_chunks(self, values: Sequence[Float[Tensor, "1 s n k"]]) -> Tensor:
+    def rows_from_chunks(self, values: Sequence[Float[Tensor, "1 _ _ k"]]) -> Tensor:
         """Arrange per-query results of every chunk in the layout of the user's arrays.
 
         Padded rows of a padded batch are zero.

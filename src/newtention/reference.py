@@ -32,7 +32,7 @@ def data_loss(sequences, X, Y, scale=1.0):  # noqa: ANN001, ANN201
     total = 0.0
     for s in sequences:
         F = forward(s["A1"], s["A2"], s["A3"], X, Y, scale, s.get("bias"), s.get("allowed"))
-        q = s.get("weight", torch.ones(len(F), dtype=F.dtype))
+        q = s.get("weight", torch.ones_like(s["B"][:, 0]))
         total = total + 0.5 * (q * (F - s["B"]).square().sum(1)).sum()
     return total
 
@@ -53,7 +53,7 @@ def token_weights(sequences, X, Y):  # noqa: ANN001, ANN201
 
 
 def proximity(sequences, X, Y, X0, Y0, strength):  # noqa: ANN001, ANN201
-    """strength n/2 (mean over pairs of (a1^T dX a2)^2 + mean over values of ||a3^T dY||^2)."""
+    """Strength n/2 (mean over pairs of (a1^T dX a2)^2 + mean over values of ||a3^T dY||^2)."""
     A1, A2, A3 = (torch.cat([s[k] for s in sequences]) for k in ("A1", "A2", "A3"))
     n, m = len(A1), len(A2)
     logits = A1 @ (X - X0) @ A2.T  # over all pairs of tokens, across sequences

@@ -30,11 +30,6 @@ class Quadratic:
     centre_x: Float[Tensor, "b h d1 d2"] | None = None
     centre_y: Float[Tensor, "b h d3 p"] | None = None
 
-    @property
-    def is_zero(self) -> bool:
-        """True when no term is present at all."""
-        return self.left.shape[1] == 0 and self.gram.shape[-1] == 0
-
     def apply(
         self, X: Float[Tensor, "b h d1 d2"], Y: Float[Tensor, "b h d3 p"]
     ) -> tuple[Float[Tensor, "b h d1 d2"], Float[Tensor, "b h d3 p"]]:

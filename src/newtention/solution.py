@@ -45,8 +45,8 @@ class Record:
 
     loss: total loss at the point.
     gradient: norm of the projected loss's gradient in X.
-    decrement: sqrt(2 predicted decrease of the step) relative to sqrt(sum_j q_j ||B_j||^2); compared
-        with `tol` when the step is a full Newton step.
+    decrement: sqrt of the step's predicted decrease over 1/2 sum_j q_j ||B_j||^2; compared with
+        `tol` when the step is a full Newton step.
     change: loss decrease by the step (0 for the last record).
     step: length of the step relative to the length of X, both in the scaled metric.
     ratio: actual over predicted decrease.

@@ -45,8 +45,8 @@ class Weights:
 def as_weights(problem: AttentionProblem, X: ArrayLike, Y: ArrayLike | None = None) -> Weights:
     """Check X (and Y, zero if absent) against the problem.
 
-    Shapes: X (d1, d2) and Y (d3, p) for one head, (h, d1, d2) and (h, d3, p) for several; a stack of
-    problems adds a leading axis.
+    Shapes: X (d1, d2) and Y (d3, p) for one head, (h, d1, d2) and (h, d3, p) for several; a stack
+    of problems adds a leading axis.
 
     Raises:
         ValueError: shapes that do not fit, NaN or infinity.
@@ -63,15 +63,18 @@ def as_weights(problem: AttentionProblem, X: ArrayLike, Y: ArrayLike | None = No
         y = _with_axes("Y", y, (d3, p), problem, y.ndim == 2 + lead)
     if x.shape[1] != y.shape[1]:
         raise ValueError(f"X has {x.shape[1]} head(s) but Y has {y.shape[1]}.")
-    heads = problem.bias_heads
+    heads = fixed_heads(problem)
     if heads is not None and heads != x.shape[1]:
-        raise ValueError(f"The problem's bias is for {heads} heads; X has {x.shape[1]}.")
-    centre = problem.quadratic.centre_x
-    if centre is not None and centre.shape[1] != x.shape[1]:
         raise ValueError(
-            f"Proximity(reference=) has {centre.shape[1]} head(s); X has {x.shape[1]}."
+            f"The problem's bias or Proximity reference is for {heads} head(s); X has {x.shape[1]}."
         )
     return Weights(x, y, one_head, problem)
+
+
+def fixed_heads(problem: AttentionProblem) -> int | None:
+    """The number of heads that the problem's bias or Proximity reference asks for, if any."""
+    centre = problem.quadratic.centre_x
+    return problem.bias_heads or (None if centre is None else centre.shape[1])
 
 
 def _with_axes(

@@ -1,0 +1,1 @@
+"""The command line: `newtention fit`, `predict`, `report`, `examples`."""

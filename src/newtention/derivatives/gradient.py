@@ -65,7 +65,7 @@ def tile_gradient(
 def contract(
     left: Float[Tensor, "o s #h n a"], right: Float[Tensor, "o s #h n b"]
 ) -> Float[Tensor, "o h a b"]:
-    """sum over sequences and rows of left^T right."""
+    """Sum over sequences and rows of left^T right."""
     return (left.mT @ right).sum(1)
 
 

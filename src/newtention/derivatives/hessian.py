@@ -131,8 +131,8 @@ def _tile_sums(
 ) -> tuple[Tensor, ...]:
     at = evaluate(tile, X, Y)
     A1, A2, A3 = tile.queries, tile.A2, tile.A3
-    o, s, h, n, _ = at.P.shape
-    d2, d3, p = A2.shape[-1], A3.shape[-1], at.V.shape[-1]
+    o, h = at.P.shape[0], at.P.shape[2]
+    d2, p = A2.shape[-1], at.V.shape[-1]
     T = score_gradient(at.P, at.V, at.F, at.qC)
     GX, GY = tile_gradient(at, T)
 
@@ -144,11 +144,11 @@ def _tile_sums(
 
     # H_xx within a head, packed; rows of the data are the contracted index throughout.
     M = (weight[..., None] * Rho_j @ Rho_j.mT)[..., upper.b, upper.b2]
+    A2A2 = A2[..., upper.b] * A2[..., upper.b2]
     if full:
         share_ = 1.0 if share is None else share.view(o, 1, 1, 1, 1)
         Tr = T * share_
         t = Tr @ A2[:, :, None]
-        A2A2 = A2[..., upper.b] * A2[..., upper.b2]
         M = M + Tr @ A2A2[:, :, None]
         M -= mu[..., upper.b] * t[..., upper.b2] + t[..., upper.b] * mu[..., upper.b2]
     A1A1 = A1[..., upper.a] * A1[..., upper.a2]
@@ -164,7 +164,11 @@ def _tile_sums(
     xy = flat_heads(A1w).mT @ flat_heads(Rho)
     xy_residual = xy.new_zeros(o, 0, 0)
     if full:
-        Q = at.P @ row_kronecker(A2, A3)[:, :, None] - row_kronecker(mu, w)
+        if A3 is A2:
+            second = (at.P @ A2A2[:, :, None]).index_select(-1, upper.unpack2)
+        else:
+            second = at.P @ row_kronecker(A2, A3)[:, :, None]
+        Q = second - row_kronecker(mu, w)
         qC = at.qC[:, :, 0] if share is None else at.qC[:, :, 0] * share.view(o, 1, 1, 1)
         xy_residual = flat_rows(row_kronecker(A1, qC)).mT @ flat_heads(Q)
 
@@ -174,8 +178,8 @@ def _tile_sums(
 
 
 def row_kronecker(
-    U: Float[Tensor, "*rows a"], V: Float[Tensor, "*rows b"]
-) -> Float[Tensor, "*rows ab"]:
+    U: Float[Tensor, "*#rows a"], V: Float[Tensor, "*#rows b"]
+) -> Float[Tensor, "*#rows ab"]:
     """KR(U, V): the Kronecker product of each row of U with the same row of V."""
     return (U[..., :, None] * V[..., None, :]).flatten(-2)
 

@@ -1,0 +1,56 @@
+"""Packaged example data: small pieces of real attention layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Example:
+    """One packaged data file.
+
+    name: as in ``example:NAME``.
+    file: file name beside this module.
+    description: what it holds and where it comes from.
+    ridge: strength at which a first fit is well posed and quick.
+    """
+
+    name: str
+    file: str
+    description: str
+    ridge: float
+
+    @property
+    def path(self) -> Path:
+        """Where the file lies."""
+        return Path(__file__).parent / self.file
+
+
+EXAMPLES = {
+    example.name: example
+    for example in (
+        Example(
+            name="minilm-head",
+            file="minilm_head.safetensors",
+            description=(
+                "One attention head of a sentence encoder (all-MiniLM-L6-v2, layer 3, head 4) on "
+                "40 sentences: its input tokens, reduced to 31 leading directions and a constant, "
+                "and the output it computes from them."
+            ),
+            ridge=0.1,
+        ),
+    )
+}
+
+
+def find_example(name: str) -> Example:
+    """The example of this name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in EXAMPLES:
+        known = ", ".join(f"example:{n}" for n in EXAMPLES)
+        raise ValueError(f"There is no example {name!r}; packaged with Newtention: {known}.")
+    return EXAMPLES[name]

@@ -21,7 +21,7 @@ class GramInverse:
 
 
 def gram_inverse(gram: Float[Tensor, "b k k"]) -> GramInverse:
-    """Eigen-decompose a batch of positive semidefinite matrices, cutting off at k eps lambda_max."""
+    """Eigen-decompose positive semidefinite matrices, cutting off at k eps lambda_max."""
     values, vectors = torch.linalg.eigh(gram)
     k = gram.shape[-1]
     cutoff = k * torch.finfo(gram.dtype).eps * values[:, -1:].clamp(min=0)

@@ -3,8 +3,8 @@
     minimise g.s + 1/2 s.H s   subject to ||s|| <= radius
 
 s solves it iff (H + lam I) s = -g with H + lam I positive semidefinite, lam >= 0 and
-lam (radius - ||s||) = 0.  lam is found by Newton's method on 1/radius - 1/||s(lam)||, safeguarded by
-an interval; bounds as in Conn, Gould, Toint, "Trust-Region Methods", section 7.3.  In the hard case
+lam (radius - ||s||) = 0.  lam is found by Newton's method on 1/radius - 1/||s(lam)||, safeguarded
+by an interval; bounds as in Conn, Gould, Toint, "Trust-Region Methods", section 7.3.  In the hard case
 (g has no component along the lowest eigenvector) no lam gives a long enough step, and a multiple
 of that eigenvector, estimated by inverse iteration with the factor at hand, is added.
 """
@@ -40,8 +40,12 @@ class TrustRegionStep(NamedTuple):
 
     def select(self, index: Tensor) -> TrustRegionStep:
         """The members at `index`."""
-        picked = (self.step, self.decrease, self.lam, self.interior)
-        return TrustRegionStep(*(t[index] for t in picked), self.factorisations)
+        return self._replace(
+            step=self.step[index],
+            decrease=self.decrease[index],
+            lam=self.lam[index],
+            interior=self.interior[index],
+        )
 
 
 def rounding_floor(n: int, dtype: torch.dtype) -> float:

@@ -1,1 +1,1 @@
-"""The dense Newton solver: starts, projection, steps, acceptance, stopping, loop."""
+"""The dense Newton solver: starts, projection, acceptance, stopping, loop."""

@@ -39,7 +39,8 @@ def accepted(
     noise: Float[Tensor, " b"],
 ) -> Bool[Tensor, " b"]:
     """A step is accepted for its ratio or, when it promises less than rounding can show, for doing
-    no measurable harm."""
+    no measurable harm.
+    """
     invisible = (predicted <= noise) & (actual >= -noise)
     return (ratio(actual, predicted) > ACCEPT) | invisible
 

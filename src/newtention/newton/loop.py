@@ -10,10 +10,10 @@ from the exact blocks by eliminating Y (`varpro.eliminate_output`).  One iterati
    iterations, or earlier once a step gains little.
 2. *Metric.*  The Hessian is scaled by the square root of its absolute diagonal, with a floor for
    directions without curvature (invariances of the layer).  All lengths are in this metric.
-3. *Step.*  The trust-region subproblem on Cholesky factors, which uses negative curvature and handles
-   the hard case (`linsolve.trust_region`).
-4. *Acceptance.*  Project Y, compare the actual decrease with the model's, adapt the radius, and retry
-   with a smaller one if need be: the loss never rises by more than its rounding error.
+3. *Step.*  The trust-region subproblem on Cholesky factors, which uses negative curvature and
+   handles the hard case (`linsolve.trust_region`).
+4. *Acceptance.*  Project Y, compare the actual decrease with the model's, adapt the radius, and
+   retry with a smaller one if need be: the loss never rises by more than its rounding error.
 5. *Stopping.*  See `stopping`.  Members that are done leave the batch.
 
 Every quantity below has the batch as its first axis, and no decision of one member depends on
@@ -40,8 +40,6 @@ from newtention.newton.varpro import eliminate_output, project
 from newtention.problem import AttentionProblem
 from newtention.solution import Record, Status
 
-METRIC_FLOOR = 1e-3
-"""Least metric entry relative to the mean absolute diagonal of the reduced Hessian."""
 MAX_TRIALS = 30
 FIRST_RADIUS = 0.5
 """First radius relative to the length of X0."""
@@ -56,11 +54,13 @@ class Settings:
     """What the loop needs to know.
 
     gauss_newton_iterations: iterations with the Gauss-Newton matrix before the full Hessian.
+    metric_floor: least metric entry relative to the mean absolute diagonal of the reduced Hessian.
     """
 
     tol: float
     max_iter: int
     gauss_newton_iterations: int = 10
+    metric_floor: float = 1e-3
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,14 +126,14 @@ def iterate(
     Y: Float[Tensor, "b h d3 p"],
     settings: Settings,
 ) -> Iterator[Iterate]:
-    """Run Newton's method until every member has ended, yielding at the start and after iterations.
+    """Run Newton's method until every member has ended, yielding at the start and each iteration.
 
-    (X, Y) is used as given if projecting Y would raise the loss, which only rounding can make it do.
+    (X, Y) is used as given if projecting Y would raise the loss, as only rounding can.
     """
     began = time.perf_counter()
     energy = problem.target_energy()
-    projected = project(problem, X, Y)
-    better = total_loss(problem, X, projected) <= total_loss(problem, X, Y)
+    projected, projected_loss = project(problem, X, Y)
+    better = projected_loss <= data_loss(problem, X, Y) + problem.quadratic.value(X, Y)
     zero = torch.zeros_like(energy)
     members = Members(
         X,
@@ -166,11 +166,6 @@ def iterate(
             sub, active = sub.take(keep), active[keep]
 
 
-def total_loss(problem: AttentionProblem, X: Tensor, Y: Tensor) -> Float[Tensor, " b"]:
-    """Data loss and regulariser."""
-    return data_loss(problem, X, Y) + problem.quadratic.value(X, Y)
-
-
 def _iteration(
     problem: AttentionProblem,
     at: Members,
@@ -181,7 +176,7 @@ def _iteration(
     """One iteration of the active members: new state, fields of their records, who ended."""
     last = iteration == settings.max_iter
     full = at.full | (last or iteration >= settings.gauss_newton_iterations)
-    model = _model(problem, at, full, energy)
+    model = _model(problem, at, full, energy, settings.metric_floor)
     length = torch.linalg.vector_norm(at.X.flatten(1) * model.root, dim=-1)
     first = torch.where(length > 0, FIRST_RADIUS * length, torch.ones_like(length))
     at = replace(at, full=full, radius=torch.where(at.radius > 0, at.radius, first))
@@ -241,7 +236,11 @@ def _iteration(
 
 
 def _model(
-    problem: AttentionProblem, at: Members, full: Bool[Tensor, " b"], energy: Float[Tensor, " b"]
+    problem: AttentionProblem,
+    at: Members,
+    full: Bool[Tensor, " b"],
+    energy: Float[Tensor, " b"],
+    metric_floor: float,
 ) -> Model:
     """Derivatives at the members' points, Y eliminated, in the scaled metric."""
     share = None if bool(full.all()) else full.to(energy.dtype)
@@ -253,8 +252,7 @@ def _model(
         H = torch.where(finite[:, None, None], H, torch.eye(H.shape[-1]).to(H))
         g = torch.where(finite[:, None], g, 0.0)
     diagonal = H.diagonal(dim1=1, dim2=2).abs()
-    floor = METRIC_FLOOR * diagonal.mean(1, keepdim=True)
-    metric = torch.maximum(diagonal, floor)
+    metric = torch.maximum(diagonal, metric_floor * diagonal.mean(1, keepdim=True))
     root = torch.where(metric > 0, metric, torch.ones_like(metric)).sqrt()
     data = loss - problem.quadratic.value(at.X, at.Y)
     return Model(
@@ -299,8 +297,8 @@ def _try(
     """Try one step of the pending members: their new state, who moved, and what to log."""
     loss, noise = model.loss[pending], model.noise[pending]
     X = at.X + (step.step / model.root[pending]).view_as(at.X)
-    Y = project(problem, X, at.Y)
-    change = loss - total_loss(problem, X, Y)
+    Y, new_loss = project(problem, X, at.Y)
+    change = loss - new_loss
     gain = ratio(change, step.decrease)
     taken = accepted(change, step.decrease, noise)
     norm = torch.linalg.vector_norm(step.step, dim=-1)

@@ -3,12 +3,12 @@
 X0 = c R R^T / d with R Gaussian where queries and keys have the same width, so that a token starts
 by attending to tokens like itself; Gaussian where the widths differ.  c makes the root mean square
 of the logits, centred over each query's allowed keys, equal to `scale`: the start is the same
-whatever the units of the tokens.  Measured on the packaged head (median relative loss of eight
-seeds after 40 iterations): positive semidefinite 0.0746, Gaussian of the same size 0.0770.
+whatever the units of the tokens.  docs/choices.md holds the measurements behind this.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -18,14 +18,17 @@ from newtention.derivatives.gradient import forward_elements
 from newtention.problem import AttentionProblem
 
 START_SCALE = 1.0
+"""Default root mean square of the centred logits; see the module's measurement."""
 
 
 def random_start(
-    problem: AttentionProblem, heads: int, seed: int, scale: float = START_SCALE
+    problem: AttentionProblem, heads: int, seed: int, draw: int = 0, scale: float = START_SCALE
 ) -> Float[Tensor, "b h d1 d2"]:
-    """One X per independent problem, the same draw for each, scaled to the problem's logits."""
+    """Draw number `draw` of this seed: the same X for every independent problem, up to its scale."""
     d1, d2, _, _ = problem.widths
-    generator = torch.Generator().manual_seed(seed)
+    # Independent streams: the second start of seed 0 is not the first of seed 1.
+    (state,) = np.random.SeedSequence([seed, draw]).generate_state(1, np.uint64)
+    generator = torch.Generator().manual_seed(int(state >> 1))
     R = torch.randn(heads, d1, d2, generator=generator, dtype=torch.float64)
     X = R @ R.mT / d1 if d1 == d2 else R
     X = X.to(problem.like).expand(problem.batch, heads, d1, d2)

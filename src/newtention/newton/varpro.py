@@ -1,8 +1,8 @@
 """Variable projection: given X, the best Y is a linear least-squares problem.
 
 Golub and Pereyra 1973.  It is applied after each accepted step in X, and the same elimination turns
-the Newton system into one in X alone: the Schur complement of the Y block is exactly the Hessian
-of the projected loss f(X) = min_Y L(X, Y).
+the Newton system into one in X alone: the Schur complement of the Y block is the Hessian of the
+projected loss f(X) = min_Y L(X, Y) wherever the rank of that block is locally constant.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from newtention.chunks import Chunk, reduce
-from newtention.derivatives.gradient import contract, forward_elements
+from newtention.derivatives.gradient import contract, forward_elements, tile_loss
 from newtention.derivatives.hessian import HessianBlocks, flat_heads
 from newtention.layers import evaluate
 from newtention.linsolve.pseudo_inverse import gram_inverse
@@ -31,27 +31,30 @@ class Reduced:
 
 def project(
     problem: AttentionProblem, X: Float[Tensor, "b h d1 d2"], Y: Float[Tensor, "b h d3 p"]
-) -> Float[Tensor, "b h d3 p"]:
-    """The minimiser over Y at fixed X that is nearest to the given Y.
+) -> tuple[Float[Tensor, "b h d3 p"], Float[Tensor, " b"]]:
+    """The minimiser over Y at fixed X that is nearest to the given Y, and the total loss there.
 
-    Solved as a Newton correction of Y, which is exact for a quadratic and keeps the accuracy of
-    the gradient rather than that of the normal equations' right-hand side.
+    Solved as a Newton correction dY of Y, which is exact for a quadratic and keeps the accuracy of
+    the gradient rather than that of the normal equations' right-hand side.  One pass over the data
+    gives loss, gradient and curvature in Y; the loss at Y + dY follows from them.
     """
     b, h, d3, p = Y.shape
 
-    def tile_sums(tile: Chunk) -> tuple[Tensor, Tensor]:
+    def tile_sums(tile: Chunk) -> tuple[Tensor, Tensor, Tensor]:
         at = evaluate(tile, X, Y)
         w = flat_heads(at.attended)
         weighted = flat_heads(at.attended * tile.weight[:, :, None, :, None])
-        return weighted.mT @ w, contract(at.attended, at.qC)
+        return tile_loss(at), contract(at.attended, at.qC), weighted.mT @ w
 
-    gram, GY = reduce(problem.chunks, problem.batch, tile_sums, forward_elements(problem, h))
-    if not problem.quadratic.is_zero:
-        GY = GY + problem.quadratic.gradient(X, Y)[1]
-        for i in range(h):
-            gram[:, i * d3 : (i + 1) * d3, i * d3 : (i + 1) * d3] += problem.quadratic.gram
-    correction = gram_inverse(gram).solve(GY.reshape(b, h * d3, p))
-    return Y - correction.view(b, h, d3, p)
+    loss, GY, gram = reduce(problem.chunks, problem.batch, tile_sums, forward_elements(problem, h))
+    quadratic = problem.quadratic
+    loss = loss + quadratic.value(X, Y)
+    GY = (GY + quadratic.gradient(X, Y)[1]).reshape(b, h * d3, p)
+    for i in range(h):
+        gram[:, i * d3 : (i + 1) * d3, i * d3 : (i + 1) * d3] += quadratic.gram
+    dY = -gram_inverse(gram).solve(GY)
+    change = ((GY + 0.5 * gram @ dY) * dY).flatten(1).sum(1)
+    return Y + dY.view(b, h, d3, p), (loss + change).clamp(min=0)
 
 
 def eliminate_output(blocks: HessianBlocks, GX: Tensor, GY: Tensor) -> Reduced:

@@ -1,0 +1,1 @@
+"""Benchmarks of Newtention against autograd, scipy, pytorch-minimize and first-order methods."""

@@ -1,0 +1,137 @@
+"""`newtention predict`: outputs of a fitted layer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+import newtention.functions as functions
+from newtention.cli import options
+from newtention.cli.terminal import say
+from newtention.derivatives.gradient import data_loss
+from newtention.inputs import shape_text
+from newtention.io import (
+    ABSENT,
+    ArrayNames,
+    Provenance,
+    SavedResult,
+    load_problem,
+    open_arrays,
+    read_result,
+    recorded_file,
+    write_array,
+)
+from newtention.problem import AttentionProblem
+from newtention.weights import as_weights
+
+
+def predict(
+    folder: options.ResultFolder,
+    source: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="Other data with the same widths; targets are not needed.  Default: the data of "
+            "the fit.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            metavar="FILE",
+            help="A .safetensors or .npz file; it will hold one array, predictions.  Default: "
+            "predictions.safetensors in DIR, replaced if there is one.",
+            show_default=False,
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
+    queries: options.Queries = None,
+    keys: options.Keys = None,
+    values: options.Values = None,
+    targets: options.Targets = None,
+    offsets: options.Offsets = None,
+    key_offsets: options.KeyOffsets = None,
+    lengths: options.Lengths = None,
+    key_lengths: options.KeyLengths = None,
+) -> None:
+    """Compute the outputs of a fitted layer, for the data of the fit or for others.
+
+    Mask, scale and precision are those of the fit, and so are the arrays' names unless others are
+    given.  Where there are targets, the relative loss is printed too: on data that the fit has not
+    seen, it tells how well the layer generalises.
+
+    [bold]Examples[/bold]
+
+    [cyan]newtention predict result[/cyan]
+
+    [cyan]newtention predict result --source heldout.safetensors --out heldout_outputs.npz[/cyan]
+    """
+    saved = read_result(folder)
+    names = ArrayNames(queries, targets, keys, values, offsets, key_offsets, lengths, key_lengths)
+    problem, provenance = _data(saved, source, names)
+    _require_widths(problem, provenance, saved)
+    path = out or folder / "predictions.safetensors"
+    if path.exists() and path.resolve() == Path(provenance.source).resolve():
+        raise ValueError(f"{path} holds the data; choose another file for the predictions.")
+    X, Y = saved.solution.X, saved.solution.Y
+    outputs = torch.as_tensor(functions.predict(problem, X, Y))
+    write_array(path, "predictions", outputs, force=force or out is None)
+    if provenance.arrays.targets is not None:
+        w = as_weights(problem, X, Y)
+        energy = float(problem.target_energy())
+        relative = float(data_loss(problem, w.X, w.Y)) / (energy or 1.0)
+        say(f"Relative loss  {relative:.6g}")
+    say(f"Predictions    {path} ({shape_text(outputs.shape)}, {provenance.dtype})")
+
+
+def _data(
+    saved: SavedResult, source: str | None, names: ArrayNames
+) -> tuple[AttentionProblem, Provenance]:
+    recorded = saved.provenance
+    if source is None:
+        recorded_file(recorded)
+        asked = recorded.arrays.exact().updated(names)
+    else:
+        asked = _names_elsewhere(recorded.arrays, set(open_arrays(source).arrays)).updated(names)
+    return load_problem(
+        recorded.source if source is None else source,
+        asked,
+        mask=recorded.mask,
+        scale=recorded.scale,
+        dtype=recorded.dtype,
+        targets_width=saved.document["widths"]["p"],
+    )
+
+
+def _names_elsewhere(recorded: ArrayNames, present: set[str]) -> ArrayNames:
+    """What to look for in another file than the fit's.
+
+    Self-attention stays self-attention.  The file may be divided into sequences where the fit's was
+    not, and need not hold targets.
+    """
+    return ArrayNames(
+        queries=recorded.queries,
+        targets=recorded.targets if recorded.targets in present else None,
+        keys=recorded.keys or ABSENT,
+        values=recorded.values or ABSENT,
+        offsets=recorded.offsets,
+        key_offsets=recorded.key_offsets,
+        lengths=recorded.lengths,
+        key_lengths=recorded.key_lengths,
+    )
+
+
+def _require_widths(problem: AttentionProblem, provenance: Provenance, saved: SavedResult) -> None:
+    fitted = saved.document["widths"]
+    roles = ("queries", "keys", "values", "targets")
+    for role, symbol, found in zip(roles, ("d1", "d2", "d3", "p"), problem.widths, strict=True):
+        if found != fitted[symbol]:
+            raise ValueError(
+                f"The layer in {saved.folder} was fitted to {role} of width {fitted[symbol]}; "
+                f"those of {provenance.source} have width {found}."
+            )

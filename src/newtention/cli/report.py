@@ -1,0 +1,91 @@
+"""`newtention report`: rebuild the report of a fit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from newtention.cli.options import ResultFolder
+from newtention.cli.terminal import ReportFailedError, say
+from newtention.io import load_result
+from newtention.problem import AttentionProblem
+from newtention.solution import Solution
+
+
+def report(
+    folder: ResultFolder,
+    source: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Where the data are now, if they have moved."),
+    ] = None,
+) -> None:
+    """Rebuild report.html in a result folder.
+
+    The data are read again from where the fit found them, and must not have changed.
+
+    [bold]Examples[/bold]
+
+    [cyan]newtention report result[/cyan]
+
+    [cyan]newtention report result --source /new/place/layer.safetensors[/cyan]
+    """
+    problem, solution, document = load_result(folder, source)
+    say(f"Report  {make_report(folder, problem, solution, document)}")
+
+
+def make_report(
+    folder: Path, problem: AttentionProblem, solution: Solution, document: dict[str, Any]
+) -> Path:
+    """Write report.html into the folder and return its path; an old one stays if this fails.
+
+    Raises:
+        OSError: it cannot be written.
+        ReportFailedError: anything else; the inputs are known to be good.
+    """
+    # matplotlib takes a second to import; only this command and fit need it.
+    from newtention.report import write_report
+
+    path = folder / "report.html"
+    temporary = folder / f".newtention-{os.getpid()}-report.html"
+    name = document["provenance"]["source"]
+    title = name if name.startswith("example:") else Path(name).name
+    try:
+        write_report(
+            temporary, problem, solution, title=title, provenance=provenance_rows(document)
+        )
+        os.replace(temporary, path)
+    except Exception as error:
+        # A full disk is the user's matter; a file that is not found is one of the package's own.
+        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+            raise
+        raise ReportFailedError(
+            f"The result in {folder} is complete, but its report could not be made."
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def provenance_rows(document: dict[str, Any]) -> dict[str, str]:
+    """Where a fit came from, as label and text."""
+    origin = document["provenance"]
+    arrays = ", ".join(f"{role} {name}" for role, name in origin["arrays"].items() if name)
+    regularizer = document["regularizer"]
+    return {
+        "source": origin["source"],
+        "sha256": origin["sha256"],
+        "arrays": arrays,
+        "mask": origin["mask"],
+        "scale": f"{origin['scale']:g}",
+        "regulariser": "none"
+        if regularizer is None
+        else f"ridge {regularizer['x']:g} on X, {regularizer['y']:g} on Y",
+        "heads": str(document["heads"]),
+        "starts": str(document["n_init"]),
+        "seed": str(document["seed"]),
+        "arithmetic": f"{origin['dtype']} on {document['device']}, {document['threads']} thread(s)",
+        "versions": ", ".join(f"{name} {v}" for name, v in document["versions"].items()),
+    }

@@ -1,0 +1,95 @@
+"""Numbers behind the figures and the report: errors per query, numerical zeros and ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from newtention.functions import predict
+from newtention.notation import ArrayLike
+from newtention.problem import AttentionProblem
+from newtention.solution import Solution
+
+
+def as_array(values: ArrayLike | Sequence[float]) -> np.ndarray:
+    """float64 NumPy from anything, on any device."""
+    if isinstance(values, Tensor):
+        values = values.detach().cpu().double().numpy()
+    return np.asarray(values, dtype=np.float64)
+
+
+def epsilon(values: ArrayLike | Sequence[float]) -> float:
+    """Spacing of floating-point numbers at 1 in the precision of an array."""
+    return 2.0**-23 if str(getattr(values, "dtype", "")).endswith("float32") else 2.0**-52
+
+
+def zero_level(eigenvalues: ArrayLike, eps: float | None = None) -> float:
+    """Eigenvalues of this size or less are rounding: N eps max |eigenvalue|."""
+    sizes = np.abs(as_array(eigenvalues))
+    eps = epsilon(eigenvalues) if eps is None else eps
+    return float(len(sizes) * eps * sizes.max()) if len(sizes) else 0.0
+
+
+def singular_values(weights: ArrayLike) -> list[np.ndarray]:
+    """Singular values of every head, those that are zero to rounding set to 0."""
+    w = as_array(weights)
+    found = []
+    for head in w if w.ndim == 3 else w[None]:
+        sizes = np.linalg.svd(head, compute_uv=False)
+        sizes[sizes <= max(head.shape) * epsilon(weights) * sizes.max()] = 0
+        found.append(sizes)
+    return found
+
+
+class QueryErrors:
+    """Every query of a problem, sequence by sequence without padding, with its error.
+
+    sequence, position: where the query stands, from 0.
+    weight: its weight in the loss.
+    residual, target: ||F_j - B_j|| and ||B_j||.
+    relative: their ratio; NaN where the target is zero or the weight is.
+    """
+
+    def __init__(self, problem: AttentionProblem, solution: Solution) -> None:
+        columns = [
+            predict(problem, solution.X, solution.Y),
+            problem.rows_from_chunks([c.B for c in problem.chunks]),
+            problem.rows_from_chunks([c.weight[..., None] for c in problem.chunks]),
+        ]
+        F, B, weight = (_without_padding(problem, as_array(c)) for c in columns)
+        counts = problem.layout.queries
+        self.sequence = np.repeat(np.arange(len(counts)), counts)
+        self.position = np.concatenate([np.arange(n) for n in counts])
+        self.weight = weight[:, 0]
+        self.residual = np.linalg.norm(F - B, axis=1)
+        self.target = np.linalg.norm(B, axis=1)
+        known = (self.target > 0) & (self.weight > 0)
+        self.relative = np.full(len(known), np.nan)
+        self.relative[known] = self.residual[known] / self.target[known]
+
+    @property
+    def known(self) -> np.ndarray:
+        """Which queries have a relative error."""
+        return np.isfinite(self.relative)
+
+    @property
+    def share(self) -> np.ndarray:
+        """Each query's share of the data loss."""
+        squares = self.weight * self.residual**2
+        return squares / (squares.sum() or 1.0)
+
+    def of_sequence(self, i: int) -> float:
+        """Relative error of one sequence as a whole; 0 where it has no target."""
+        rows = self.sequence == i
+        energy = (self.weight[rows] * self.target[rows] ** 2).sum()
+        error = (self.weight[rows] * self.residual[rows] ** 2).sum()
+        return math.sqrt(error / energy) if energy > 0 else 0.0
+
+
+def _without_padding(problem: AttentionProblem, rows: np.ndarray) -> np.ndarray:
+    if problem.layout.kind != "padded":
+        return rows
+    return np.concatenate([r[:n] for r, n in zip(rows, problem.layout.queries, strict=True)])

@@ -1,0 +1,343 @@
+"""The folder of a fit: weights, start, and what is known about the run.
+
+    weights.safetensors   X, Y
+    start.safetensors     X, Y that the run began from
+    result.json           everything else; written last, so that its presence means a complete fit
+    report.html           derived from the others
+
+Files are written beside their final names and moved into place.  result.json holds the hashes of
+the weights and the start, so that a mixture of two fits cannot pass for one.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import platform
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+
+from newtention.io.arrays import SUFFIXES, open_arrays
+from newtention.io.sources import Provenance, reload_problem
+from newtention.notation import Array
+from newtention.problem import AttentionProblem
+from newtention.solution import History, Record, Solution, Status
+
+FORMAT = "newtention-result"
+FORMAT_VERSION = 1
+RESULT = "result.json"
+WEIGHTS = "weights.safetensors"
+START = "start.safetensors"
+DERIVED = ("report.html", "predictions.safetensors")
+"""What other commands make from a result; out of date once it is replaced."""
+_TEMPORARY = ".newtention-"
+
+
+@dataclass(frozen=True, eq=False)
+class SavedResult:
+    """A result folder's content, without its data.
+
+    solution: its arrays are torch tensors.
+    document: result.json.
+    """
+
+    folder: Path
+    solution: Solution
+    provenance: Provenance
+    document: dict[str, Any]
+
+
+def prepare_folder(folder: str | Path, force: bool = False) -> bool:
+    """Make sure, before a long run, that its result can be written.
+
+    Args:
+        folder: created if missing, with its parents.
+        force: replace the result that the folder holds.
+
+    Returns:
+        Whether the folder was created.
+
+    Raises:
+        FileExistsError: the folder holds a result and force is False, or anything else.
+        OSError: it cannot be created or written to.
+    """
+    path = Path(folder)
+    if path.exists() and not path.is_dir():
+        raise FileExistsError(f"{path} is a file; expected a folder for the result.")
+    created = not path.exists()
+    if not created:
+        _require_replaceable(path, force)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / f"{_TEMPORARY}{os.getpid()}.tmp"
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise type(error)(
+            f"The result cannot be written to {path}: {error.strerror or error}."
+        ) from error
+    return created
+
+
+def _require_replaceable(path: Path, force: bool) -> None:
+    present = [p.name for p in path.iterdir() if not p.name.startswith(_TEMPORARY)]
+    if not present:
+        return
+    if not _is_result(path):
+        raise FileExistsError(
+            f"{path} holds other files ({sorted(present)[0]!r}, say) and no result of Newtention; "
+            "choose another folder."
+        )
+    if not force:
+        raise FileExistsError(f"{path} already holds a result; --force replaces it.")
+
+
+def _is_result(path: Path) -> bool:
+    try:
+        return json.loads((path / RESULT).read_text("utf-8")).get("format") == FORMAT
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def write_result(
+    folder: str | Path,
+    problem: AttentionProblem,
+    solution: Solution,
+    provenance: Provenance,
+    *,
+    force: bool = False,
+    **settings: object,
+) -> dict[str, Any]:
+    """Write weights, start and result.json; what was derived from an earlier fit is removed.
+
+    Args:
+        folder: see `prepare_folder`.
+        problem: what was fitted, as `load_problem` built it.
+        solution: of that problem.
+        provenance: of that problem.
+        force: replace the result that the folder holds.
+        settings: further settings of the run to record, such as seed and n_init.
+
+    Returns:
+        The content of result.json.
+
+    Raises:
+        FileExistsError: as for `prepare_folder`.
+        OSError: the folder cannot be written to.
+    """
+    path = Path(folder)
+    prepare_folder(path, force)
+    contents = {
+        WEIGHTS: _weights_bytes(solution.X, solution.Y),
+        START: _weights_bytes(solution.start_X, solution.start_Y),
+    }
+    document = _document(problem, solution, provenance, settings)
+    document["files"] = {name: sha256(data).hexdigest() for name, data in contents.items()}
+    text = json.dumps(document, indent=1, allow_nan=False) + "\n"
+    contents[RESULT] = text.encode()
+    for name in DERIVED:
+        (path / name).unlink(missing_ok=True)
+    write_atomically({path / name: data for name, data in contents.items()})
+    return document
+
+
+def write_atomically(contents: Mapping[Path, bytes]) -> None:
+    """Write all files under temporary names, then move each into place, in the order given.
+
+    Raises:
+        OSError: a file cannot be written; no file has been touched unless a move failed.
+    """
+    staged: dict[Path, Path] = {}
+    try:
+        for target, data in contents.items():
+            temporary = target.parent / f"{_TEMPORARY}{os.getpid()}-{target.name}"
+            staged[temporary] = target
+            with temporary.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+        for temporary, target in staged.items():
+            os.replace(temporary, target)
+    finally:
+        for temporary in staged:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
+
+def write_array(path: str | Path, name: str, array: torch.Tensor, *, force: bool = False) -> None:
+    """Write one array to a .safetensors or .npz file.
+
+    Raises:
+        ValueError: another extension.
+        FileExistsError: the file exists and force is False.
+        OSError: it cannot be written.
+    """
+    target = Path(path)
+    suffix = target.suffix.lower()
+    if suffix not in SUFFIXES:
+        raise ValueError(f"{target} must end in {' or '.join(SUFFIXES)}.")
+    if target.is_dir():
+        raise IsADirectoryError(f"{target} is a directory; expected a file name.")
+    if target.exists() and not force:
+        raise FileExistsError(f"{target} exists; --force replaces it.")
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"There is no folder {target.parent} to write {target.name} to.")
+    array = array.detach().cpu().contiguous()
+    if suffix == ".npz":
+        buffer = io.BytesIO()
+        np.savez(buffer, **{name: array.numpy()})
+        data = buffer.getvalue()
+    else:
+        data = safetensors.torch.save({name: array}, metadata={"format": "pt"})
+    write_atomically({target: data})
+
+
+def read_result(folder: str | Path) -> SavedResult:
+    """Read a result folder without its data.
+
+    Raises:
+        FileNotFoundError: there is no such folder, or it lacks a file.
+        ValueError: the folder holds no result, a damaged one, or one of another version.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise FileNotFoundError(f"There is no result folder {path}.")
+    try:
+        document = json.loads((path / RESULT).read_text("utf-8"))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} is not a result folder: it has no {RESULT}.") from None
+    except ValueError as error:
+        raise ValueError(f"{path / RESULT} is damaged: {error}.") from error
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise ValueError(f"{path / RESULT} was not written by Newtention.")
+    if document.get("format_version") != FORMAT_VERSION:
+        raise ValueError(
+            f"{path / RESULT} has format version {document.get('format_version')}; this version of "
+            f"Newtention reads {FORMAT_VERSION}."
+        )
+    try:
+        X, Y = _read_weights(path / WEIGHTS, document["files"])
+        start_X, start_Y = _read_weights(path / START, document["files"])
+        solution = Solution(
+            X=X,
+            Y=Y,
+            start_X=start_X,
+            start_Y=start_Y,
+            status={status.value: status for status in Status}[document["status"]],
+            history=History(Record(**_with_nan(row)) for row in document["history"]),
+            start_losses=tuple(document["start_losses"]),
+            **{name: document[name] for name in _PLAIN},
+        )
+        provenance = Provenance.from_dict(document["provenance"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path / RESULT} is incomplete or damaged: {error}.") from error
+    return SavedResult(path, solution, provenance, document)
+
+
+def load_result(
+    folder: str | Path, source: str | Path | None = None
+) -> tuple[AttentionProblem, Solution, dict[str, Any]]:
+    """Read a result folder and rebuild the problem it belongs to.
+
+    Args:
+        folder: written by `write_result`.
+        source: where the data are now, if they have moved.
+
+    Returns:
+        The problem, the solution, and the content of result.json.
+
+    Raises:
+        FileNotFoundError: the folder, a file of it or the data are missing.
+        ValueError: a damaged folder, or data that have changed since the fit.
+    """
+    saved = read_result(folder)
+    problem, _ = reload_problem(saved.provenance, source)
+    return problem, saved.solution, saved.document
+
+
+_PLAIN = (
+    "loss",
+    "data_loss",
+    "penalty",
+    "relative_loss",
+    "iterations",
+    "seconds",
+    "method",
+    "tol",
+)
+"""Fields of a Solution that stand in result.json as they are."""
+
+
+def _document(
+    problem: AttentionProblem,
+    solution: Solution,
+    provenance: Provenance,
+    settings: Mapping[str, object],
+) -> dict[str, Any]:
+    from newtention import __version__
+
+    regularizer = problem.regularizer
+    layout = problem.layout
+    return {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "status": solution.status.value,
+        "success": solution.success,
+        "message": solution.message,
+        **{name: getattr(solution, name) for name in _PLAIN},
+        **settings,
+        "heads": solution.X.shape[0] if solution.X.ndim == 3 else 1,
+        "widths": dict(zip(("d1", "d2", "d3", "p"), problem.widths, strict=True)),
+        "sequences": len(layout.queries),
+        "queries": sum(layout.queries),
+        "keys": sum(layout.keys),
+        "regularizer": None if regularizer is None else regularizer.describe(),
+        "provenance": provenance.to_dict(),
+        "versions": {
+            "newtention": __version__,
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+        },
+        "threads": torch.get_num_threads(),
+        "device": str(problem.like.device),
+        "start_losses": list(solution.start_losses),
+        "history": [_with_null(row) for row in solution.history.to_dicts()],
+    }
+
+
+def _weights_bytes(X: Array, Y: Array) -> bytes:
+    tensors = {
+        name: torch.as_tensor(t).detach().cpu().contiguous() for name, t in (("X", X), ("Y", Y))
+    }
+    return safetensors.torch.save(tensors, metadata={"format": "pt"})
+
+
+def _read_weights(path: Path, hashes: Mapping[str, str]) -> tuple[torch.Tensor, torch.Tensor]:
+    file = open_arrays(path)
+    if file.sha256() != hashes[path.name]:
+        raise ValueError(f"{path} does not belong to the {RESULT} beside it; fit again.")
+    return file.read("X"), file.read("Y")
+
+
+def _with_null(row: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN."""
+    return {
+        name: None if isinstance(v, float) and not math.isfinite(v) else v
+        for name, v in row.items()
+    }
+
+
+def _with_nan(row: Mapping[str, Any]) -> dict[str, Any]:
+    names = {field.name for field in fields(Record)}
+    return {name: math.nan if v is None and name in names else v for name, v in row.items()}

@@ -1,0 +1,48 @@
+"""Shape checks on every call of the library, thread counts and the two tiers."""
+
+import os
+import sys
+
+from jaxtyping import config as jaxtyping_config
+from jaxtyping import install_import_hook
+
+import tests.typecheck  # noqa: F401 - the hook looks it up by name
+
+# The hook rewrites modules as they are imported: it must come first.
+assert not any(name.split(".")[0] == "newtention" for name in sys.modules)
+install_import_hook("newtention", "tests.typecheck.check")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+
+def pytest_addoption(parser):
+    parser.addoption("--run-full", action="store_true", help="run the full case counts as well")
+
+
+def pytest_configure(config):
+    if "OMP_NUM_THREADS" in os.environ:
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--run-full"):
+        return
+    skip = pytest.mark.skip(reason="full tier: needs --run-full")
+    for item in items:
+        if "full" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture
+def full(request):
+    """Whether the full case counts were asked for."""
+    return request.config.getoption("--run-full")
+
+
+@pytest.fixture
+def unchecked():
+    """Call the library as users do, without the tests' type checker before its own checks."""
+    jaxtyping_config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping_config.update("jaxtyping_disable", False)

@@ -1,6 +1,6 @@
 """Newtention fits attention layers by second-order optimisation."""
 
-from newtention.api import Options, Progress, solve, solve_many
+from newtention.api import Options, solve, solve_many
 from newtention.functions import (
     DerivativeReport,
     Hessian,
@@ -15,6 +15,7 @@ from newtention.functions import (
 )
 from newtention.problem import AttentionProblem
 from newtention.regularizers import Proximity, Regularizer, Ridge, TokenWeights
+from newtention.run import Progress
 from newtention.solution import History, Record, Solution, Status
 
 __version__ = "0.1.0"

@@ -203,13 +203,12 @@ def _line(ax: Axes, x: np.ndarray, y: np.ndarray, name: str | None, colour: str)
 
 def log_scale(ax: Axes, low: float, high: float) -> None:
     """A log scale that holds [low, high], with at least half a decade on show."""
-    room = max((high / low) ** 0.06, 1.25)
-    if high / low < 3:
-        room = 2.0
-    low, high = max(low / room, 1e-300), min(high * room, 1e300)
+    first, last = math.log10(low), math.log10(high)
+    room = max(0.06 * (last - first), 0.1 if last - first > 0.5 else 0.3)
+    first, last = max(first - room, -300.0), min(last + room, 300.0)
+    decades = last - first
+    ax.set_ylim(10.0**first, 10.0**last)  # before the scale, so that nothing is scaled to the data
     ax.set_yscale("log")
-    ax.set_ylim(low, high)
-    decades = math.log10(high / low)
     subs = (1.0,) if decades > 2 else (1.0, 2.0, 5.0)
     ax.yaxis.set_major_locator(LogLocator(subs=subs, numticks=7))
     ax.yaxis.set_minor_locator(NullLocator())
@@ -289,7 +288,7 @@ def svg(fig: Figure, name: str, label: str) -> str:
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"\s*<metadata>.*?</metadata>|<style.*?</style>", "", text, flags=re.S)
-    text = re.sub(r' id="[a-zA-Z]+[a-zA-Z0-9]*_\d+"', "", text)
+    text = re.sub(r' id="[a-zA-Z][a-zA-Z0-9.]*_\d+"', "", text)
     text = re.sub(r"(font: [\d.]+px) [^;\"]*", r"\1 var(--sans)", text)
     for colour, variable in _VARIABLES.items():
         text = text.replace(colour, variable)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,9 +44,9 @@ def as_tensors(arrays: Mapping[str, ArrayLike]) -> tuple[dict[str, Tensor], bool
         )
     # One conversion per distinct array, so that self-attention keeps sharing its tokens.
     first_name = {id(a): name for name, a in reversed(list(arrays.items()))}
-    converted = {
-        name: _promote_half(name, _as_tensor(name, arrays[name])) for name in first_name.values()
-    }
+    converted: dict[str, Tensor] = {}
+    for name in first_name.values():  # a loop, since a comprehension is a frame before Python 3.12
+        converted[name] = _promote_half(name, _as_tensor(name, arrays[name]))
 
     floating = {t.dtype for t in converted.values() if t.dtype in COMPUTE_DTYPES}
     if len(floating) > 1:
@@ -54,7 +55,7 @@ def as_tensors(arrays: Mapping[str, ArrayLike]) -> tuple[dict[str, Tensor], bool
     dtype = floating.pop() if floating else torch.float64
     for name, t in converted.items():
         if t.dtype != dtype:
-            warnings.warn(f"{name} holds integers; computing in {str(dtype)[6:]}.", stacklevel=4)
+            warnings.warn(f"{name} holds integers; computing in {str(dtype)[6:]}.", stacklevel=3)
             converted[name] = t.to(dtype)
     devices = {str(t.device) for t in converted.values()}
     if len(devices) > 1:
@@ -65,10 +66,11 @@ def as_tensors(arrays: Mapping[str, ArrayLike]) -> tuple[dict[str, Tensor], bool
     return tensors, not any(is_torch.values())
 
 
-def as_like(name: str, array: ArrayLike, like: Tensor) -> Tensor:
+def as_like(name: str, array: ArrayLike, like: Tensor, finite: bool = True) -> Tensor:
     """Convert an argument to the dtype and device of the problem's data, checked finite."""
     t = _as_tensor(name, array).to(dtype=like.dtype, device=like.device)
-    require_finite(name, t)
+    if finite:
+        require_finite(name, t)
     return t
 
 
@@ -147,6 +149,73 @@ def as_integers(name: str, array: ArrayLike) -> Tensor:
     return t.to(device="cpu", dtype=torch.int64)
 
 
+def is_causal(mask: object) -> bool:
+    """Whether the mask is the word "causal"; any other word is refused."""
+    if isinstance(mask, str) and mask != "causal":
+        raise ValueError(f'mask must be "causal", booleans or None; found {mask!r}.')
+    return isinstance(mask, str)
+
+
+def as_batch_masks(
+    mask: ArrayLike | str | None, lead: tuple[int, ...], n: int, m: int, device: torch.device
+) -> tuple[Tensor | None, bool]:
+    """(s, n, m) booleans or None, and whether the causal rule applies."""
+    if mask is None or isinstance(mask, str):
+        return None, is_causal(mask)
+    t = as_boolean("mask", mask, device)
+    if t.ndim == 3 and lead:
+        require_shape("mask", t, (*lead, n, m), "sequences x queries x keys")
+        return t, False
+    require_shape("mask", t, (n, m), "queries x keys")
+    return t.expand(lead[0] if lead else 1, n, m), False
+
+
+def as_batch_biases(
+    bias: ArrayLike | None, lead: tuple[int, ...], n: int, m: int, like: Tensor
+) -> Tensor | None:
+    """(s, h or 1, n, m) or None."""
+    if bias is None:
+        return None
+    if not lead:
+        return as_bias("bias", bias, n, m, like)[None]
+    t = _as_bias_tensor("bias", bias, like)
+    if t.ndim == 2:
+        t = t[None].expand(*lead, n, m) if t.shape == (n, m) else t
+    if t.ndim == 3:
+        t = t[:, None]
+    require_shape("bias", t, (*lead, None, n, m), "sequences x heads x queries x keys")
+    return t
+
+
+def as_bias(name: str, bias: ArrayLike, n: int, m: int, like: Tensor) -> Tensor:
+    """Convert the bias of one sequence to (h or 1, n, m)."""
+    t = _as_bias_tensor(name, bias, like)
+    if t.ndim == 2:
+        t = t[None]
+    require_shape(name, t, (None, n, m), "heads x queries x keys")
+    return t
+
+
+def as_list(name: str, values: Any, count: int) -> Sequence[Any] | None:
+    """Check that values is a list with one entry per sequence, or None."""
+    if values is None:
+        return None
+    if not isinstance(values, list | tuple) or len(values) != count:
+        found = f"{len(values)} entries" if isinstance(values, list | tuple) else type(values)
+        raise ValueError(
+            f"{name} of ragged data must be a list of {count} arrays, one per sequence; "
+            f"found {found}."
+        )
+    return values
+
+
+def _as_bias_tensor(name: str, bias: ArrayLike, like: Tensor) -> Tensor:
+    t = as_like(name, bias, like, finite=False)
+    if bool((torch.isnan(t) | (t == torch.inf)).any()):
+        raise ValueError(f"{name} must hold finite numbers or minus infinity; found NaN or +inf.")
+    return t
+
+
 def _as_tensor(name: str, array: ArrayLike) -> Tensor:
     if isinstance(array, Tensor):
         t = array.detach()
@@ -175,7 +244,7 @@ def _as_tensor(name: str, array: ArrayLike) -> Tensor:
 
 def _promote_half(name: str, t: Tensor) -> Tensor:
     if t.dtype in _HALF or (t.is_floating_point() and t.element_size() < 2):
-        warnings.warn(f"{name} is {str(t.dtype)[6:]}; computing in float32.", stacklevel=5)
+        warnings.warn(f"{name} is {str(t.dtype)[6:]}; computing in float32.", stacklevel=4)
         return t.float()
     if t.dtype == torch.bool:
         raise TypeError(f"{name} must hold numbers; found booleans.")

@@ -10,7 +10,8 @@ from newtention.layers import Bilinear
 
 _DENSE_MATRICES = 5
 """Nx x Nx matrices alive at the peak of a solve: H_xx and its packed form, the reduced Hessian
-and its scaled copy, the shifted matrix with its factor (counted from the code, checked in the tests)."""
+and its scaled copy, the shifted matrix with its factor (counted from the code, checked in the
+tests)."""
 _MIXED_MATRICES = 3
 """Nx x Ny matrices alive at the peak: H_xy as summed, H_xy in order, and H_xy H_yy^-1/2."""
 _TILES = 8

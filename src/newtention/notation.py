@@ -13,8 +13,8 @@ Symbols, with the paper's letter where it differs (Gao, Song, Wang, Yin, arXiv 2
     q    (n,)      weight of each query row in the loss
 
 Leading axes.  Data lives in chunks whose tensors start with ``(o, s, ...)``: ``o`` independent
-problems ("owners") by ``s`` sequences of equal padded length.  Unknowns start with ``(b, ...)``: one
-set of weights for each independent problem.  One problem is ``b = 1``.
+problems ("owners") by ``s`` sequences of equal padded length.  Unknowns start with ``(b, ...)``:
+one set of weights for each independent problem.  One problem is ``b = 1``.
 
 vec is row-major everywhere (``Tensor.reshape(-1)``), so that
 

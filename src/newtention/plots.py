@@ -8,6 +8,7 @@ it draws there and returns that figure.  Arrays may be NumPy or torch, on any de
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -106,7 +107,8 @@ def trust_region(solution: Solution, ax: Axes | None = None) -> Figure:
     x, (damping, radius) = _history(solution, "iteration", "damping", "radius")
     if log_lines(ax, x, [(damping, "Damping", BLUE), (radius, "Trust-region radius", GREEN)]):
         low, high = ax.get_ylim()
-        ax.set_ylim(low, high * (high / low) ** 0.1)  # room for the name of the boundary
+        room = (math.log10(high) - math.log10(low)) / 10  # for the name of the boundary
+        ax.set_ylim(low, min(high * 10**room, 1e300))
     _finish_history(ax, solution, "iteration")
     return fig
 

@@ -8,20 +8,24 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from newtention.chunks import Chunk, length_buckets, reduce
+from newtention.chunks import Chunk, reduce
 from newtention.inputs import (
+    as_batch_biases,
+    as_batch_masks,
+    as_bias,
     as_boolean,
     as_lengths,
     as_like,
+    as_list,
     as_offsets,
     as_tensors,
+    is_causal,
     require_shape,
     shape_text,
 )
-from newtention.masks import Mask
 from newtention.notation import Array, ArrayLike
 from newtention.regularizers import (
     Quadratic,
@@ -30,19 +34,7 @@ from newtention.regularizers import (
     stack_quadratics,
     zero_quadratic,
 )
-
-
-class Segment(NamedTuple):
-    """One sequence before it is placed in a chunk; its tensors are views of the user's arrays."""
-
-    A1: Float[Tensor, "n d1"]
-    A2: Float[Tensor, "m d2"]
-    A3: Float[Tensor, "m d3"]
-    B: Float[Tensor, "n p"]
-    weight: Float[Tensor, " n"] | None = None
-    allowed: Bool[Tensor, "n m"] | None = None
-    bias: Float[Tensor, "#h n m"] | None = None
-    key_weight: Float[Tensor, " m"] | None = None
+from newtention.segments import Segment, as_chunks
 
 
 class Layout(NamedTuple):
@@ -167,8 +159,8 @@ class AttentionProblem:
                 return None
             return (x if not lead else x[i])[:rows]
 
-        allowed, causal = _batch_masks(mask, lead, n, m, b.device)
-        biases = _batch_biases(bias, lead, n, m, b)
+        allowed, causal = as_batch_masks(mask, lead, n, m, b.device)
+        biases = as_batch_biases(bias, lead, n, m, b)
         segments = []
         for i, (rows, cols) in enumerate(zip(queries, keys, strict=True)):
             key_tokens = split(a2, i, cols)
@@ -254,8 +246,8 @@ class AttentionProblem:
 
         segments = []
         count = len(q_off) - 1
-        masks = _per_sequence("mask", None if isinstance(mask, str) else mask, count)
-        biases = _per_sequence("bias", bias, count)
+        masks = as_list("mask", None if isinstance(mask, str) else mask, count)
+        biases = as_list("bias", bias, count)
         for i in range(count):
             rows, cols = slice(q_off[i], q_off[i + 1]), slice(k_off[i], k_off[i + 1])
             n, m = rows.stop - rows.start, cols.stop - cols.start
@@ -265,7 +257,7 @@ class AttentionProblem:
                 require_shape(f"mask[{i}]", allowed, (n, m), "queries x keys of the sequence")
             part = None
             if biases is not None:
-                part = _as_bias(f"bias[{i}]", biases[i], n, m, b)
+                part = as_bias(f"bias[{i}]", biases[i], n, m, b)
             key_tokens = a2[cols]
             segments.append(
                 Segment(
@@ -280,7 +272,7 @@ class AttentionProblem:
                 )
             )
         problem = cls.__new__(cls)
-        problem._build(segments, "ragged", 0, _is_causal(mask), scale, regularizer, numpy)
+        problem._build(segments, "ragged", 0, is_causal(mask), scale, regularizer, numpy)
         return problem
 
     @classmethod
@@ -428,15 +420,7 @@ class AttentionProblem:
                 "regularizer must be Ridge, TokenWeights or Proximity; "
                 f"found {type(regularizer).__name__}."
             )
-        segments = [_fold_forbidding_bias(s) for s in segments]
-        for i, s in enumerate(segments):
-            _require_valid_weight(i, s)
-            _require_allowed_keys(i, s, causal)
-        if all(s.weight is not None and not bool(s.weight.any()) for s in segments):
-            raise ValueError("query_weights must not all be 0.")
-        sizes = [(len(s.A1), len(s.A2)) for s in segments]
-        order = length_buckets(sizes)
-        chunks = tuple(_chunk([segments[i] for i in places], causal, scale) for places in order)
+        chunks, order = as_chunks(segments, causal, scale)
         like = chunks[0].A1
         d1, d2, d3 = (getattr(segments[0], a).shape[-1] for a in ("A1", "A2", "A3"))
         if regularizer is None:
@@ -444,7 +428,7 @@ class AttentionProblem:
         else:
             quadratic = regularizer.quadratic(chunks)
             _require_centre(quadratic, d1, d2, d3, chunks[0].B.shape[-1])
-        explicit = any(s.allowed is not None for s in segments)
+        explicit = any(c.mask.explicit is not None for c in chunks)
         self._set(
             chunks=chunks,
             batch=1,
@@ -452,9 +436,9 @@ class AttentionProblem:
             regularizer=regularizer,
             layout=Layout(
                 kind,
-                tuple(tuple(places) for places in order),
-                tuple(n for n, _ in sizes),
-                tuple(m for _, m in sizes),
+                order,
+                tuple(len(s.A1) for s in segments),
+                tuple(len(s.A2) for s in segments),
                 padded,
             ),
             scale=scale,
@@ -464,98 +448,10 @@ class AttentionProblem:
         )
 
 
-def _chunk(segments: list[Segment], causal: bool, scale: float) -> Chunk:
-    """Pad the sequences of one bucket to a chunk with one owner."""
-    first = segments[0]
-    n, m = max(len(s.A1) for s in segments), max(len(s.A2) for s in segments)
-
-    def rows(name: str, length: int) -> Tensor:
-        return _padded([getattr(s, name) for s in segments], (length,))
-
-    A2 = rows("A2", m)
-    A1 = A2 if all(s.A1 is s.A2 for s in segments) else rows("A1", n)
-    A3 = A2 if all(s.A3 is s.A2 for s in segments) else rows("A3", m)
-    weights = [s.B.new_ones(len(s.B)) if s.weight is None else s.weight for s in segments]
-    ints = {"dtype": torch.int64, "device": first.A1.device}
-    key_lengths = torch.tensor([[len(s.A2) for s in segments]], **ints)
-    query_lengths = torch.tensor([[len(s.A1) for s in segments]], **ints)
-    explicit = None
-    if any(s.allowed is not None for s in segments):
-        full = [
-            torch.ones(len(s.A1), len(s.A2), dtype=torch.bool, device=first.A1.device)
-            if s.allowed is None
-            else s.allowed
-            for s in segments
-        ]
-        # Padded queries may attend to every real key, so that their softmax stays finite.
-        explicit = _padded(full, (n, m), fill=True)
-    bias = None
-    if first.bias is not None:
-        bias = _padded([s.bias for s in segments if s.bias is not None], (n, m), skip=1)
-    key_weight = None
-    if first.key_weight is not None:
-        key_weight = _padded([s.key_weight for s in segments if s.key_weight is not None], (m,))
-    return Chunk(
-        A1=A1,
-        A2=A2,
-        A3=A3,
-        B=rows("B", n),
-        weight=_padded(weights, (n,)),
-        query_lengths=query_lengths,
-        owner=torch.zeros(1, **ints),
-        mask=Mask(
-            causal=causal,
-            key_lengths=None if bool((key_lengths == m).all()) else key_lengths,
-            explicit=explicit,
-        ),
-        bias=bias,
-        key_weight=key_weight,
-        scale=scale,
-    )
-
-
-def _padded(
-    parts: list[Tensor], lengths: tuple[int, ...], skip: int = 0, fill: float = 0
-) -> Tensor:
-    """Stack tensors to (1, s, ...), the axes from `skip` on padded at the end to `lengths`."""
-    shape = (*parts[0].shape[:skip], *lengths, *parts[0].shape[skip + len(lengths) :])
-    if len(parts) == 1 and tuple(parts[0].shape) == shape:
-        return parts[0][None, None].contiguous()
-    out = parts[0].new_full((len(parts), *shape), fill)
-    for row, part in zip(out, parts, strict=True):
-        row[tuple(slice(k) for k in part.shape)] = part
-    return out[None]
-
-
 def _require_not_empty(tensors: dict[str, Tensor]) -> None:
     for name, t in tensors.items():
         if t.numel() == 0:
             raise ValueError(f"{name} must not be empty; found {shape_text(t.shape)}.")
-
-
-def _require_valid_weight(i: int, s: Segment) -> None:
-    if s.weight is not None and bool((s.weight < 0).any()):
-        j = int((s.weight < 0).nonzero()[0])
-        raise ValueError(
-            f"query_weights must be at least 0; found {float(s.weight[j]):g} at query {j} of "
-            f"sequence {i}."
-        )
-
-
-def _require_allowed_keys(i: int, s: Segment, causal: bool) -> None:
-    """Every query needs an allowed key.  A causal row without further mask has key 0."""
-    if s.allowed is None:
-        return
-    allowed = s.allowed
-    if causal:
-        allowed = allowed.tril()
-    empty = ~allowed.any(-1)
-    if bool(empty.any()):
-        j = int(empty.nonzero()[0])
-        raise ValueError(
-            f"Every query needs at least one allowed key; the mask leaves none to query {j} of "
-            f"sequence {i}."
-        )
 
 
 def _require_centre(quadratic: Quadratic, d1: int, d2: int, d3: int, p: int) -> None:
@@ -564,84 +460,3 @@ def _require_centre(quadratic: Quadratic, d1: int, d2: int, d3: int, p: int) -> 
         return
     require_shape("Proximity(reference[0])", X[0], (None, d1, d2), "the shape of X")
     require_shape("Proximity(reference[1])", Y[0], (X.shape[1], d3, p), "the shape of Y")
-
-
-def _fold_forbidding_bias(s: Segment) -> Segment:
-    """Turn bias entries of minus infinity into mask entries."""
-    if s.bias is None or not bool(torch.isinf(s.bias).any()):
-        return s
-    forbidden = torch.isinf(s.bias)
-    if s.bias.shape[0] > 1 and not bool((forbidden == forbidden[:1]).all()):
-        raise ValueError("bias must forbid (minus infinity) the same pairs in every head.")
-    allowed = ~forbidden[0] if s.allowed is None else s.allowed & ~forbidden[0]
-    return s._replace(bias=s.bias.masked_fill(forbidden, 0.0), allowed=allowed)
-
-
-def _is_causal(mask: object) -> bool:
-    if isinstance(mask, str) and mask != "causal":
-        raise ValueError(f'mask must be "causal", booleans or None; found {mask!r}.')
-    return isinstance(mask, str)
-
-
-def _batch_masks(
-    mask: ArrayLike | str | None, lead: tuple[int, ...], n: int, m: int, device: torch.device
-) -> tuple[Tensor | None, bool]:
-    """(s, n, m) booleans or None, and whether the causal rule applies."""
-    if mask is None or isinstance(mask, str):
-        return None, _is_causal(mask)
-    t = as_boolean("mask", mask, device)
-    if t.ndim == 3 and lead:
-        require_shape("mask", t, (*lead, n, m), "sequences x queries x keys")
-        return t, False
-    require_shape("mask", t, (n, m), "queries x keys")
-    return t.expand(lead[0] if lead else 1, n, m), False
-
-
-def _batch_biases(
-    bias: ArrayLike | None, lead: tuple[int, ...], n: int, m: int, like: Tensor
-) -> Tensor | None:
-    """(s, h or 1, n, m) or None."""
-    if bias is None:
-        return None
-    if not lead:
-        return _as_bias("bias", bias, n, m, like)[None]
-    t = _as_bias_tensor("bias", bias, like)
-    if t.ndim == 2:
-        t = t[None].expand(*lead, n, m) if t.shape == (n, m) else t
-    if t.ndim == 3:
-        t = t[:, None]
-    require_shape("bias", t, (*lead, None, n, m), "sequences x heads x queries x keys")
-    return t
-
-
-def _as_bias(name: str, bias: ArrayLike, n: int, m: int, like: Tensor) -> Tensor:
-    t = _as_bias_tensor(name, bias, like)
-    if t.ndim == 2:
-        t = t[None]
-    require_shape(name, t, (None, n, m), "heads x queries x keys")
-    return t
-
-
-def _as_bias_tensor(name: str, bias: ArrayLike, like: Tensor) -> Tensor:
-    if isinstance(bias, Tensor):
-        t = bias.detach()
-    else:
-        import numpy as np
-
-        t = torch.from_numpy(np.array(bias, dtype=np.float64))
-    t = t.to(dtype=like.dtype, device=like.device)
-    if bool((torch.isnan(t) | (t == torch.inf)).any()):
-        raise ValueError(f"{name} must hold finite numbers or minus infinity; found NaN or +inf.")
-    return t
-
-
-def _per_sequence(name: str, values: Any, count: int) -> Sequence[Any] | None:
-    if values is None:
-        return None
-    if not isinstance(values, list | tuple) or len(values) != count:
-        found = f"{len(values)} entries" if isinstance(values, list | tuple) else type(values)
-        raise ValueError(
-            f"{name} of ragged data must be a list of {count} arrays, one per sequence; "
-            f"found {found}."
-        )
-    return values

@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from newtention.chunks import Chunk, reduce
+from newtention.inputs import as_like
 from newtention.notation import ArrayLike
 
 
@@ -247,5 +248,5 @@ class Proximity(Regularizer):
 
 
 def _with_heads(weights: ArrayLike, like: Tensor) -> Float[Tensor, "1 h a b"]:
-    t = torch.as_tensor(weights, dtype=like.dtype, device=like.device)
+    t = as_like("Proximity(reference=)", weights, like)
     return (t if t.ndim == 3 else t[None])[None]

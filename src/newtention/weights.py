@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from newtention.inputs import as_like, shape_text
+from newtention.inputs import as_like, require_shape
 from newtention.layers import Bilinear
 from newtention.notation import Array, ArrayLike
 from newtention.problem import AttentionProblem
@@ -52,15 +52,11 @@ def as_weights(problem: AttentionProblem, X: ArrayLike, Y: ArrayLike | None = No
         ValueError: shapes that do not fit, NaN or infinity.
     """
     d1, d2, d3, p = problem.widths
-    x = as_like("X", X, problem.like)
-    lead = 1 if problem.parts else 0
-    one_head = x.ndim == 2 + lead
-    x = _with_axes("X", x, (d1, d2), problem, one_head)
+    x, one_head = _with_axes("X", as_like("X", X, problem.like), (d1, d2), problem)
     if Y is None:
-        y = x.new_zeros(x.shape[0], x.shape[1], d3, p)
+        y = x.new_zeros(*x.shape[:2], d3, p)
     else:
-        y = as_like("Y", Y, problem.like)
-        y = _with_axes("Y", y, (d3, p), problem, y.ndim == 2 + lead)
+        y, _ = _with_axes("Y", as_like("Y", Y, problem.like), (d3, p), problem)
     if x.shape[1] != y.shape[1]:
         raise ValueError(f"X has {x.shape[1]} head(s) but Y has {y.shape[1]}.")
     heads = fixed_heads(problem)
@@ -78,23 +74,15 @@ def fixed_heads(problem: AttentionProblem) -> int | None:
 
 
 def _with_axes(
-    name: str, t: Tensor, widths: tuple[int, int], problem: AttentionProblem, one_head: bool
-) -> Tensor:
-    if not problem.parts:
-        t = t[None]
-    if one_head:
-        t = t[:, None] if t.ndim >= 3 else t
-    want = f"{widths[0]} x {widths[1]}"
-    if t.ndim != 4 or t.shape[0] != problem.batch or tuple(t.shape[2:]) != widths:
-        stack = f"{problem.batch} x " if problem.parts else ""
-        found = t if problem.parts else t[0]
-        if one_head and found.ndim > (3 if problem.parts else 2):
-            found = found.squeeze(1 if problem.parts else 0)
-        raise ValueError(
-            f"{name} must be {stack}{want} (one head) or {stack}heads x {want}; "
-            f"found {shape_text(found.shape)}."
-        )
-    return t.contiguous()
+    name: str, t: Tensor, widths: tuple[int, int], problem: AttentionProblem
+) -> tuple[Tensor, bool]:
+    """t with batch and head axes, and whether the user left the head axis out."""
+    lead = (problem.batch,) if problem.parts else ()
+    one_head = t.ndim == len(lead) + 2
+    heads = () if one_head else (None,)
+    require_shape(name, t, (*lead, *heads, *widths), "one head, or several along an axis before")
+    t = t if not one_head else t.unsqueeze(-3)
+    return (t if problem.parts else t[None]).contiguous(), one_head
 
 
 def flat_to_weights(problem: AttentionProblem, theta: Tensor, heads: int) -> tuple[Tensor, Tensor]:

@@ -11,13 +11,13 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from newtention.api import Progress
+from newtention.run import Progress
 from newtention.cli.terminal import say
 from newtention.solution import TABLE_HEADER, Record, table_row
 
 ROWS = 12
 BARS = "▁▂▃▄▅▆▇█"
-SPARKLINE_WIDTH = 32
+SPARKLINE_WIDTH = 24
 
 
 class Silent:
@@ -89,17 +89,15 @@ class Display(Silent):
             return Group(Text(f"starting  {seconds:.1f} s", style="dim"))
         losses = [record.loss for record in self.records]
         first, last = losses[0], losses[-1]
+        unicode = (self.live.console.encoding or "").startswith("utf")
         head = Text.assemble(
             ("loss ", "dim"),
             (f"{last:.6e}", "bold"),
-            ("   below the first by ", "dim"),
-            f"{100 * (1 - last / first) if first > 0 else 0.0:.2f} %",
-            ("   ", ""),
-            (sparkline(losses) if (self.live.console.encoding or "").startswith("utf") else "", ""),
+            f"   {100 * (1 - last / first) if first > 0 else 0.0:.2f} %",
+            (" below the first   ", "dim"),
+            sparkline(losses) if unicode else "",
             (f"   {seconds:.1f} s", "dim"),
         )
-        if self.starts > 1:
-            head.append(f"   {self.running} of {self.starts} starts running", style="dim")
         rows = [
             Text(
                 table_row(record).removesuffix("  Gauss-Newton"),
@@ -107,9 +105,13 @@ class Display(Silent):
             )
             for record in self.records[-ROWS:]
         ]
-        lines = [head, Text(), Text(TABLE_HEADER, style="dim"), *rows]
+        notes = []
         if any(record.model != "newton" for record in self.records[-ROWS:]):
-            lines.append(Text("dim rows: Gauss-Newton steps, before the full Hessian", style="dim"))
+            notes.append("dim rows: Gauss-Newton steps, before the full Hessian")
+        if self.starts > 1:
+            notes.append(f"{self.running} of {self.starts} starts running")
+        lines = [head, Text(), Text(TABLE_HEADER, style="dim"), *rows]
+        lines.append(Text("; ".join(notes), style="dim"))
         for line in lines:
             line.no_wrap, line.overflow = True, "crop"
         return Group(*lines)

@@ -95,6 +95,8 @@ def load_problem(
         raise ValueError(f'mask must be "none" or "causal"; found {mask!r}.')
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be {' or '.join(DTYPES)}; found {dtype!r}.")
+    if not 0 < scale < float("inf"):
+        raise ValueError(f"scale must be a positive finite number; found {scale}.")
     ridge = Ridge(ridge_x, ridge_y)
     file = open_arrays(source)
     names = choose_names(file, arrays or ArrayNames(), targets_width is not None)

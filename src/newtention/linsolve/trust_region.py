@@ -4,9 +4,9 @@
 
 s solves it iff (H + lam I) s = -g with H + lam I positive semidefinite, lam >= 0 and
 lam (radius - ||s||) = 0.  lam is found by Newton's method on 1/radius - 1/||s(lam)||, safeguarded
-by an interval; bounds as in Conn, Gould, Toint, "Trust-Region Methods", section 7.3.  In the hard case
-(g has no component along the lowest eigenvector) no lam gives a long enough step, and a multiple
-of that eigenvector, estimated by inverse iteration with the factor at hand, is added.
+by an interval; bounds as in Conn, Gould, Toint, "Trust-Region Methods", section 7.3.  In the hard
+case (g has no component along the lowest eigenvector) no lam gives a long enough step, and a
+multiple of that eigenvector, estimated by inverse iteration with the factor at hand, is added.
 """
 
 from __future__ import annotations

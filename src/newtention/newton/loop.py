@@ -222,7 +222,7 @@ def _iteration(
             )
             factorisations += step.factorisations
     ended |= {i: Status.STALLED for i in pending.tolist()}
-    little = log["change"] < LITTLE_GAIN * model.loss
+    little = log["change"] <= LITTLE_GAIN * model.loss
     at = replace(at, full=at.full | little)
 
     columns = {name: value.tolist() for name, value in log.items()}

@@ -24,7 +24,7 @@ START_SCALE = 1.0
 def random_start(
     problem: AttentionProblem, heads: int, seed: int, draw: int = 0, scale: float = START_SCALE
 ) -> Float[Tensor, "b h d1 d2"]:
-    """Draw number `draw` of this seed: the same X for every independent problem, up to its scale."""
+    """Draw number `draw` of this seed: one X for all independent problems, but for its scale."""
     d1, d2, _, _ = problem.widths
     # Independent streams: the second start of seed 0 is not the first of seed 1.
     (state,) = np.random.SeedSequence([seed, draw]).generate_state(1, np.uint64)

@@ -1,0 +1,126 @@
+"""Regularisers as quadratics, against the oracle's one-line definitions."""
+
+import pytest
+import torch
+
+import newtention as nt
+from newtention import reference
+from newtention.regularizers import Quadratic
+from tests.cases import BY_NAME, CASES, STACK, make
+from tests.checks import require_close
+
+REGULARISED = [
+    case for case in CASES if case.name.startswith(("ridge", "token weights", "proximity"))
+]
+TABLE = pytest.mark.parametrize("case", REGULARISED, ids=lambda case: case.name)
+
+
+def with_axes(case):
+    X, Y = case.point()
+    return (X[None], Y[None]) if X.ndim == 3 else (X[None, None], Y[None, None])
+
+
+def oracle(case):
+    """(value, gradient, Hessian) of the penalty alone."""
+    return reference.derivatives(
+        lambda X, Y: case.penalty(case.sequences, X, Y), case.X, case.Y
+    )
+
+
+@TABLE
+def test_value_gradient_curvature(case):
+    quadratic = case.problem().quadratic
+    X, Y = with_axes(case)
+    value, gradient, hessian = oracle(case)
+    require_close("value", quadratic.value(X, Y), value[None], 1e-12)
+    got = torch.cat([t.flatten() for t in quadratic.gradient(X, Y)])
+    require_close("gradient", got, gradient, 1e-12)
+    g = torch.Generator().manual_seed(0)
+    dX, dY = (torch.randn(t.shape, generator=g, dtype=t.dtype) for t in (X, Y))
+    got = torch.cat([t.flatten() for t in quadratic.apply(dX, dY)])
+    want = hessian @ torch.cat([dX.flatten(), dY.flatten()])
+    require_close("curvature", got, want, 1e-12)
+    k = case.X.shape[-2] * case.X.shape[-1]
+    require_close("dense curvature", quadratic.curvature_x()[0], hessian[:k, :k], 1e-12)
+
+
+@TABLE
+def test_penalty_is_reported_apart(case):
+    solution = nt.solve(case.problem(), start=case.point(), max_iter=3)
+    want = case.penalty(case.sequences, solution.X, solution.Y)
+    require_close("penalty", solution.penalty, want, 1e-10)
+    require_close("loss", solution.loss, solution.data_loss + solution.penalty, 1e-15)
+    problem = case.problem()
+    require_close("relative", solution.relative_loss,
+                  solution.data_loss / problem.target_energy()[0], 1e-14)  # fmt: skip
+
+
+def test_stack_of_different_regularizers():
+    """Missing terms and centres become zeros that change nothing."""
+    stack = nt.AttentionProblem.stack([case.problem() for case in STACK])
+    X, Y = (torch.stack([getattr(c, w) for c in STACK])[:, None] for w in "XY")
+    values = stack.quadratic.value(X, Y)
+    want = torch.stack([case.penalty(case.sequences, case.X, case.Y) for case in STACK])
+    require_close("values", values, want, 1e-12)
+
+
+def test_token_weights_are_the_papers():
+    """Definitions 6.2 and 6.5: 1/2 ||A1 X A2^T W||^2 and 1/2 ||W A3 Y||^2, written out."""
+    case = BY_NAME["token weights"]
+    s = case.sequences[0]
+    W = torch.diag(s["w"])
+    want = 0.5 * (s["A1"] @ case.X @ s["A2"].T @ W).square().sum()
+    want = want + 0.5 * (W @ s["A3"] @ case.Y).square().sum()
+    require_close("value", case.problem().quadratic.value(*with_axes(case)), want[None], 1e-13)
+
+
+def test_proximity_does_not_depend_on_the_units():
+    """Tokens in other units with weights to match: the same penalty."""
+    case = make("units", [(6, 8)], "single", regularizer="proximity")
+    s = case.sequences[0]
+    X0, Y0 = (torch.zeros_like(w) for w in (case.X, case.Y))
+    values = [
+        nt.AttentionProblem(
+            s["A1"] * a, s["A2"] * b, s["A3"] * c, s["B"], regularizer=nt.Proximity((X0, Y0), 0.4)
+        ).quadratic.value((case.X / a / b)[None, None], (case.Y / c)[None, None])
+        for a, b, c in ((1.0, 1.0, 1.0), (3.0, 0.1, 7.0))
+    ]
+    require_close("value", values[1], values[0], 1e-12)
+
+
+def test_proximity_is_zero_at_the_reference():
+    X0, Y0 = BY_NAME["two heads"].point()
+    s = BY_NAME["two heads"].sequences[0]
+    problem = nt.AttentionProblem(
+        s["A1"], s["A2"], s["A3"], s["B"], regularizer=nt.Proximity((X0, Y0), 1e3)
+    )
+    assert float(problem.quadratic.value(X0[None], Y0[None])) == 0.0
+    solution = nt.solve(problem, start=(X0, Y0))
+    far = nt.solve(BY_NAME["two heads"].problem(), start=(X0, Y0))
+    assert (solution.X - X0).norm() < 0.1 * (far.X - X0).norm()
+
+
+def test_zero_strengths_change_nothing():
+    case = BY_NAME["one sequence"]
+    s = case.sequences[0]
+    for regularizer in (
+        nt.Ridge(),
+        nt.TokenWeights(torch.zeros(9)),
+        nt.Proximity(case.point(), strength=0.0),
+    ):
+        problem = nt.AttentionProblem(s["A1"], s["A2"], s["A3"], s["B"], regularizer=regularizer)
+        require_close("loss", nt.loss(problem, *case.point()), case.oracle[0], 1e-13)
+
+
+def test_describe():
+    assert nt.Ridge(1, 2).describe() == {"name": "ridge", "x": 1.0, "y": 2.0}
+    assert nt.TokenWeights([0.5, 2.0]).describe() == {"name": "token weights", "min": 0.5, "max": 2.0}
+    assert nt.Proximity(([[1.0]], [[1.0]]), 3).describe() == {"name": "proximity", "strength": 3.0}
+
+
+def test_take():
+    stack = nt.AttentionProblem.stack([case.problem() for case in STACK])
+    taken: Quadratic = stack.quadratic.take(torch.tensor([3, 1, 3]))
+    X, Y = (torch.stack([getattr(STACK[i], w) for i in (3, 1, 3)])[:, None] for w in "XY")
+    want = [STACK[i].penalty(STACK[i].sequences, STACK[i].X, STACK[i].Y) for i in (3, 1, 3)]
+    require_close("values", taken.value(X, Y), torch.stack(want), 1e-12)

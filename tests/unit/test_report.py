@@ -1,0 +1,334 @@
+"""The report is complete, self-contained and safe; the figures draw every kind of run."""
+
+import io
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+import newtention as nt
+from newtention import plots
+from newtention.diagnostics import QueryErrors, zero_level
+from newtention.drawing import number
+from newtention.report import write_picture, write_report
+
+VOID = {"meta", "br", "img", "link", "hr", "input"}
+HOSTILE = "<script>alert('x')</script> & \"quotes\" {{ 7 * 7 }}"
+
+
+class Page(HTMLParser):
+    """Checks that tags nest, and collects what a test asks about."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.ids, self.loads = [], [], [], []
+        self.text = []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.handle_startendtag(tag, attrs)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value)
+            if name in ("src", "href", "srcset", "action", "data"):
+                self.loads.append(value)
+            assert not name.startswith("on"), f"an event handler on {tag}"
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def make_problem(like=np.float64, **keywords):
+    rng = np.random.default_rng(3)
+    offsets = np.array([0, 7, 12, 21])
+    tokens = rng.standard_normal((21, 3))
+    targets = rng.standard_normal((21, 2))
+    if like is torch.float32:
+        tokens, targets = (torch.tensor(a, dtype=torch.float32) for a in (tokens, targets))
+    return nt.AttentionProblem.from_ragged(tokens, targets, offsets=offsets, **keywords)
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    problem = make_problem(regularizer=nt.Ridge(0.1, 0.1))
+    return problem, nt.solve(problem, n_init=3)
+
+
+def report(tmp_path, problem, solution, title="A fit", provenance=None):
+    path = tmp_path / "report.html"
+    write_report(path, problem, solution, title=title, provenance=provenance)
+    text = path.read_text(encoding="utf-8")
+    return text, Page(text)
+
+
+def test_report_holds_the_key_numbers(tmp_path, fitted):
+    problem, solution = fitted
+    text, page = report(tmp_path, problem, solution, provenance={"source": "made up", "threads": 2})
+    words = " ".join(page.text)
+    for value in (solution.relative_loss, solution.loss, solution.data_loss, solution.penalty):
+        assert number(value, 4)[:5] in words
+    explained = f"explains {100 * (1 - solution.relative_loss):.1f} percent"
+    assert explained in words
+    assert solution.message in words
+    assert "15 (X 9, Y 6)" in words
+    assert "21 (5 to 9 in a sequence)" in words
+    assert "ridge (x 0.1, y 0.1)" in words
+    assert "made up" in words
+    assert "each of the 3 starts" in re.sub(r"\s+", " ", words)
+    assert words.count("Newton") >= len(solution.history)
+    assert page.tags.count("svg") >= 12
+
+
+def test_report_requests_nothing(tmp_path, fitted):
+    text, page = report(tmp_path, *fitted)
+    assert "http://" not in text
+    assert "https://" not in text
+    assert "//" not in re.sub(r"base64,[A-Za-z0-9+/=\s]*", "", text).replace("://", "")
+    assert "script" not in page.tags
+    assert "link" not in page.tags
+    assert all(load.startswith(("#", "data:image/png;base64,")) for load in page.loads)
+    assert "@import" not in text
+    assert not re.findall(r"url\((?!#)", text)
+    assert len(page.ids) == len(set(page.ids))
+
+
+def test_report_escapes_what_it_is_given(tmp_path, fitted):
+    provenance = {HOSTILE: HOSTILE, "nested": {HOSTILE: [HOSTILE]}, "list": [HOSTILE, 1]}
+    text, page = report(tmp_path, *fitted, title=HOSTILE, provenance=provenance)
+    assert "<script" not in text
+    assert HOSTILE in "".join(page.text)
+
+
+def test_report_is_the_same_twice(tmp_path, fitted):
+    assert report(tmp_path, *fitted)[0] == report(tmp_path, *fitted)[0]
+
+
+def test_report_refuses_a_stack(tmp_path, fitted):
+    problem, solution = fitted
+    with pytest.raises(ValueError, match="one problem"):
+        write_report(
+            tmp_path / "x.html",
+            nt.AttentionProblem.stack([problem, problem]),
+            solution,
+            title="x",
+        )
+
+
+def cases():
+    rng = np.random.default_rng(0)
+
+    def arrays(*shapes):
+        return [rng.standard_normal(shape) for shape in shapes]
+
+    one_token = nt.AttentionProblem(*arrays((1, 2), (1, 2), (1, 2), (1, 2)))
+    A1, A2, A3, B = arrays((2, 5, 3), (2, 5, 3), (2, 5, 3), (2, 5, 2))
+    weights = np.ones((2, 5))
+    weights[0, 1] = 0
+    padded = nt.AttentionProblem(
+        A1, A2, A3, B, lengths=np.array([5, 3]), mask="causal", query_weights=weights
+    )
+    cross = nt.AttentionProblem(*arrays((70, 2), (90, 3), (90, 2), (70, 1)), scale=0.5)
+    zero = nt.AttentionProblem(*arrays((4, 2), (4, 2), (4, 2)), np.zeros((4, 2)))
+    heads = make_problem(regularizer=nt.Ridge(0.1, 0.1))
+    return {
+        "one token": (one_token, {}),
+        "padded, causal, weighted": (padded, {"max_iter": 5}),
+        "longer than a map": (cross, {"max_iter": 3}),
+        "zero targets": (zero, {}),
+        "no iterations": (heads, {"max_iter": 0}),
+        "five heads": (heads, {"max_iter": 3, "options": nt.Options(heads=5)}),
+        "torch, float32": (make_problem(torch.float32), {"max_iter": 5}),
+        "proximity": (
+            make_problem(regularizer=nt.Proximity((np.eye(3), np.ones((3, 2))), 0.5)),
+            {"max_iter": 5},
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", cases())
+def test_report_of_every_kind_of_fit(tmp_path, name):
+    problem, settings = cases()[name]
+    solution = nt.solve(problem, **settings)
+    text, page = report(tmp_path, problem, solution)
+    assert solution.message in "".join(page.text)
+    assert "nan" not in text.lower().replace("nano", "")
+    assert "undefined" not in text
+
+
+def test_report_of_a_run_without_records(tmp_path, fitted):
+    problem, solution = fitted
+    bare = replace(solution, history=nt.History(), start_losses=(), status=nt.Status.INTERRUPTED)
+    _, page = report(tmp_path, problem, bare)
+    assert "before its first iteration" in "".join(page.text)
+
+
+def test_large_hessians_are_left_out(tmp_path, fitted, monkeypatch):
+    monkeypatch.setattr("newtention.report.LARGEST_SPECTRUM", 14)
+    _, page = report(tmp_path, *fitted)
+    assert "The spectrum is left out: the dense Hessian of 15 unknowns" in "".join(page.text)
+
+
+def test_exact_fit_is_called_exact(tmp_path, fitted):
+    problem, solution = fitted
+    exact = replace(solution, relative_loss=0.0, data_loss=0.0)
+    assert "reproduces the targets exactly" in "".join(report(tmp_path, problem, exact)[1].text)
+    tiny = replace(solution, relative_loss=3e-9)
+    assert "all but a fraction 3×10⁻⁹" in "".join(report(tmp_path, problem, tiny)[1].text)
+    bad = replace(solution, relative_loss=1.5)
+    assert "1.5 times the energy" in "".join(report(tmp_path, problem, bad)[1].text)
+
+
+def test_query_errors_add_up_to_the_loss(fitted):
+    problem, solution = fitted
+    errors = QueryErrors(problem, solution)
+    assert np.isclose(0.5 * (errors.residual**2).sum(), solution.data_loss)
+    relative = (errors.residual**2).sum() / (errors.target**2).sum()
+    assert np.isclose(relative, solution.relative_loss)
+    assert np.isclose(errors.share.sum(), 1)
+
+
+def run(length, **columns):
+    """A solution with a made-up history."""
+    record = nt.Record(0, 1.0, 1.0, 1.0, 0.1, 0.1, 1.0, 0.1, 1.0, "newton", 1, 1, 0.0)
+    rows = []
+    for i in range(length):
+        values = {name: value[i] for name, value in columns.items()}
+        rows.append(replace(record, iteration=i, seconds=0.5 * i, **values))
+    weights = np.eye(2)
+    return nt.Solution(
+        X=weights,
+        Y=weights,
+        start_X=weights,
+        start_Y=weights,
+        loss=rows[-1].loss if rows else 0.0,
+        data_loss=0.0,
+        penalty=0.0,
+        relative_loss=0.0,
+        status=nt.Status.STALLED,
+        iterations=max(0, length - 1),
+        seconds=1.0,
+        method="newton",
+        tol=1e-10,
+        history=nt.History(rows),
+        start_losses=(0.0,),
+    )
+
+
+RUNS = {
+    "none": run(0),
+    "one": run(1),
+    "zero loss": run(3, loss=[0.0] * 3, gradient=[0.0] * 3, decrement=[0.0] * 3),
+    "constant": run(3, loss=[2.0] * 3),
+    "not finite": run(
+        4,
+        loss=[3.0, 2.0, 1.0, np.inf],
+        gradient=[np.nan] * 4,
+        radius=[np.inf, 1.0, 2.0, 3.0],
+        decrement=[1.0, 0.0, np.inf, 1e-300],
+        damping=[0.0, 0.0, 0.0, 0.0],
+    ),
+    "tiny": run(2, loss=[1e-300, 1e-310], gradient=[1e-320, 1e308]),
+    "switch": run(
+        4, loss=[1e6, 1e3, 1.0, 1e-3], model=["gauss-newton", "gauss-newton", "newton", "newton"]
+    ),
+    "same second": run(3, loss=[3.0, 2.0, 1.0]),
+}
+
+
+def check(figure):
+    """It draws without a warning (warnings are errors here), and every line is finite."""
+    assert isinstance(figure.canvas, FigureCanvasAgg)
+    figure.savefig(io.BytesIO(), dpi=50)
+    for ax in figure.findobj(lambda a: hasattr(a, "get_xlim")):
+        assert np.isfinite([*ax.get_xlim(), *ax.get_ylim()]).all()
+        for line in ax.lines:
+            assert np.isfinite(np.asarray(line.get_xydata(), dtype=float)).all()
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_convergence_figures(name):
+    check(plots.convergence(RUNS[name]))
+    check(plots.loss_gap(RUNS[name], "seconds"))
+    check(plots.gradient(RUNS[name], "seconds"))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (1, 40), (40, 1), (2, 4, 3)])
+def test_attention_figures(shape):
+    before = np.full(shape, 1 / shape[-1])
+    check(plots.attention(before, torch.tensor(before, dtype=torch.float32)))
+    check(plots.attention(0 * before, 0 * before))
+
+
+@pytest.mark.parametrize(
+    "values", [[0.0], [0.5], [0.0] * 9, [np.nan, 0.2], [np.nan], np.linspace(0, 3, 4000)]
+)
+def test_error_figures(values):
+    check(plots.errors(values))
+    check(plots.errors(torch.tensor(values), torch.arange(len(values)) // 2))
+
+
+@pytest.mark.parametrize(
+    "values", [[1.0], [0.0], [-1.0], [], [1e-12, 3.0, 0.0, -1e5], np.geomspace(1e-8, 1e8, 500)]
+)
+def test_spectrum_figures(values):
+    check(plots.spectrum(values))
+    check(plots.spectrum(torch.tensor(values), marks={"a level": 0.1}))
+
+
+def test_spectrum_counts_rounding_as_zero():
+    values = np.array([1.0, 1e-16, -1e-16, -0.5])
+    assert 1e-16 < zero_level(values) < 1e-14
+    labels = [line.get_label() for line in plots.spectrum(values).axes[0].lines]
+    assert labels == ["1 positive", "2 zero", "1 negative"]
+
+
+@pytest.mark.parametrize("weights", [np.eye(3), np.zeros((2, 2)), torch.ones(2, 3, 4)])
+def test_singular_value_figures(weights):
+    check(plots.singular_values(weights, weights))
+
+
+@pytest.mark.parametrize("losses", [[1.0], [1.0, 1.0], [1.0, np.inf, 3.0], [np.nan]])
+def test_starts_figures(losses):
+    check(plots.starts(losses))
+
+
+def test_picture(tmp_path, fitted):
+    path = tmp_path / "picture.png"
+    write_picture(path, *fitted)
+    data = path.read_bytes()
+    assert data.startswith(b"\x89PNG")
+    width = int.from_bytes(data[16:20], "big")
+    assert 1190 <= width <= 1210
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (0.0806124, "0.0806"),
+        (-2.5, "−2.5"),
+        (12345.0, "12345"),
+        (1e-10, "10⁻¹⁰"),
+        (-1e6, "−10⁶"),
+        (1.2e-15, "1.20×10⁻¹⁵"),
+        (9.999e-5, "10⁻⁴"),
+        (float("inf"), "∞"),
+        (float("nan"), "undefined"),
+    ],
+)
+def test_number(value, text):
+    assert number(value) == text

@@ -18,7 +18,7 @@ test: $(VENV)/.installed lint types
 	$(BIN)/python -m pytest
 
 test-all: $(VENV)/.installed lint types
-	NEWTENTION_TEST_ALL=1 $(BIN)/python -m pytest --run-full
+	$(BIN)/python -m pytest --run-full
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check src tests benchmarks
@@ -26,7 +26,7 @@ lint: $(VENV)/.installed
 	$(BIN)/lint-imports
 
 types: $(VENV)/.installed
-	$(BIN)/pyrefly check
+	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks --out benchmarks/results

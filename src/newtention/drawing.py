@@ -130,7 +130,7 @@ def empty(ax: Axes, text: str) -> None:
 def level(ax: Axes, value: float, text: str, colour: str = MUTED, right: bool = False) -> None:
     """A dotted horizontal line with its name."""
     ax.axhline(value, color=colour, lw=0.9, ls=DOTTED)
-    ax.annotate(
+    note = ax.annotate(
         text,
         (1 if right else 0, value),
         (-3 if right else 3, 2),
@@ -141,6 +141,7 @@ def level(ax: Axes, value: float, text: str, colour: str = MUTED, right: bool = 
         fontsize=8,
         color=MUTED,
     )
+    note.set_in_layout(False)
 
 
 def boundary(ax: Axes, x: float, text: str) -> None:
@@ -207,10 +208,15 @@ def log_scale(ax: Axes, low: float, high: float) -> None:
     room = max(0.06 * (last - first), 0.1 if last - first > 0.5 else 0.3)
     first, last = max(first - room, -300.0), min(last + room, 300.0)
     decades = last - first
-    ax.set_ylim(10.0**first, 10.0**last)  # before the scale, so that nothing is scaled to the data
+    ax.set_autoscaley_on(False)
     ax.set_yscale("log")
-    subs = (1.0,) if decades > 2 else (1.0, 2.0, 5.0)
-    ax.yaxis.set_major_locator(LogLocator(subs=subs, numticks=7))
+    ax.set_ylim(10.0**first, 10.0**last)
+    if decades > 2:
+        step = math.ceil(decades / 6)
+        powers = range(math.ceil(first / step), math.floor(last / step) + 1)
+        ax.yaxis.set_major_locator(FixedLocator([10.0 ** (step * k) for k in powers]))
+    else:
+        ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=7))
     ax.yaxis.set_minor_locator(NullLocator())
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: _tick(y)))
     ax.yaxis.set_minor_formatter(NullFormatter())

@@ -174,7 +174,7 @@ def error_histogram(relative: ArrayLike, ax: Axes | None = None) -> Figure:
     top = float(values.max())
     count = int(np.clip(2 * len(values) ** (1 / 3), 8, 40))
     edges = np.linspace(0, top if top > 0 else 1, count + 1)
-    ax.hist(values, edges, color=BLUE, rwidth=0.92)
+    ax.hist(values, edges.tolist(), color=BLUE, rwidth=0.92)
     median = float(np.median(values))
     ax.axvline(median, color=VERMILION, lw=1)
     right = median < 0.6 * edges[-1]
@@ -255,7 +255,8 @@ def spectrum(
             label = f"{which.sum()} {name}"
             ax.plot(rank[which], v[which], color=colour, lw=1.8, marker=marker, label=label)
     if len(size) == len(v) and v[-1] > 0:
-        log_scale(ax, float(v[-1]), float(v[0]))
+        shown = [v[-1], v[0], *(x for x in (marks or {}).values() if x > 0)]
+        log_scale(ax, float(min(shown)), float(max(shown)))
     elif len(size):
         symlog_scale(ax, float(size.min()), float(size.max()))
     for name, value in (marks or {}).items():
@@ -302,7 +303,7 @@ def starts(losses: ArrayLike | Sequence[float], ax: Axes | None = None) -> Figur
 def overview(solution: Solution, before: ArrayLike, after: ArrayLike) -> Figure:
     """Convergence above the attention of one head and sequence before and after."""
     fig = figure((WIDE, 7.0))
-    upper, lower = fig.subfigures(2, 1, height_ratios=(2.5, 4))
+    upper, lower = fig.subfigures(2, 1, squeeze=False, height_ratios=(2.5, 4))[:, 0]
     left, right = upper.subplots(1, 2)
     loss_gap(solution, ax=left)
     gradient(solution, ax=right)

@@ -344,5 +344,5 @@ def _provenance(given: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
             lines = [str(v) for v in value]
         else:
             lines = [str(value)]
-        rows.append((str(name).replace("_", " "), lines))
+        rows.append((name.replace("_", " "), lines))
     return rows

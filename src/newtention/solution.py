@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
@@ -49,7 +50,8 @@ class Record:
         `tol` when the step is a full Newton step.
     change: loss decrease by the step (0 for the last record).
     step: length of the step relative to the length of X, both in the scaled metric.
-    ratio: actual over predicted decrease.
+    ratio: actual over predicted decrease; NaN where no step was tried, or where it promised less
+        than rounding can show.
     damping: multiplier of the metric in the Newton system (scaled to a unit diagonal).
     radius: trust-region radius, in the scaled metric.
     model: "gauss-newton" or "newton".
@@ -170,8 +172,9 @@ TABLE_HEADER = (
 def table_row(record: Record) -> str:
     """One line of the iteration table."""
     r = record
+    ratio = "-" if math.isnan(r.ratio) else f"{r.ratio:.3f}"
     model = "" if r.model == "newton" else "  Gauss-Newton"
     return (
         f"{r.iteration:>4} {r.loss:>13.6e} {r.change:>9.2e} {r.gradient:>9.2e} {r.step:>8.1e} "
-        f"{r.ratio:>7.3f} {r.damping:>8.1e} {r.trials:>6} {r.seconds:>8.2f}{model}"
+        f"{ratio:>7} {r.damping:>8.1e} {r.trials:>6} {r.seconds:>8.2f}{model}"
     )

@@ -1,7 +1,7 @@
 """Problems with known properties, for tests and benchmarks.
 
-Every generator draws from a `torch.Generator` on the CPU seeded with its `seed`, so that a problem is
-the same on every machine and device.  Unless said otherwise a problem is self-attention of one
+Every generator draws from a `torch.Generator` on the CPU seeded with its `seed`, so that a problem
+is the same on every machine and device.  Unless said otherwise a problem is self-attention of one
 sequence of n tokens of width d, A1 = A2 = A3, with targets of width d.
 """
 
@@ -149,8 +149,7 @@ def duplicate_tokens(d: int, n: int, seed: int = 0, dtype: torch.dtype = torch.f
 def packaged_head() -> tuple[Float[Tensor, "N 32"], Float[Tensor, "N 32"], tuple[int, ...]]:
     """Tokens, head outputs and sequence offsets of the packaged MiniLM head, in float64.
 
-    Source: all-MiniLM-L6-v2 (Apache-2.0), layer 3, head 4, on 40 sentences of the CIA World Factbook
-    2015 (public domain).
+    Source: all-MiniLM-L6-v2 (Apache-2.0), layer 3, head 4, on 40 sentences; see NOTICE.
     """
     file = resources.files("newtention") / "examples" / "minilm_head.safetensors"
     data = load(file.read_bytes())

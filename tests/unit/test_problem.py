@@ -173,7 +173,7 @@ def test_zoo_planted_properties():
         made = zoo.planted(4, 30, tokens=kind, scale=1.7, heads=2)
         assert made.loss == 0.0
         spread = logit_spread(made.problem, made.X[None])
-        require_close("spread", spread, torch.full((1, 2), 1.7), 1e-12)
+        require_close("spread", spread, torch.full((1, 2), 1.7, dtype=torch.float64), 1e-12)
         assert not torch.equal(made.X, zoo.planted(4, 30, tokens=kind, seed=1, heads=2).X)
         again = zoo.planted(4, 30, tokens=kind, scale=1.7, heads=2)
         assert torch.equal(made.X, again.X)
@@ -181,10 +181,20 @@ def test_zoo_planted_properties():
     noisy = zoo.planted(4, 4000, noise=0.1)
     energy = float(noisy.problem.target_energy())
     assert noisy.loss == pytest.approx(0.01 * energy / 1.01, rel=0.05)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_zoo_refuses():
     with pytest.raises(ValueError, match="gaussian"):
-        zoo.planted.__wrapped__(4, 8, tokens="text")
-    with pytest.raises(ValueError, match="1204 rows"):
-        zoo.planted(33, 8, tokens="real")
+        zoo.planted(4, 8, tokens="text")
+    for d, n in ((33, 8), (4, 1205)):
+        with pytest.raises(ValueError, match="1204 rows"):
+            zoo.planted(d, n, tokens="real")
+    for call in (lambda: zoo.saddle(3, 7), lambda: zoo.saddle(1, 8)):
+        with pytest.raises(ValueError, match="even"):
+            call()
+    with pytest.raises(ValueError, match="even"):
+        zoo.duplicate_tokens(3, 7)
 
 
 def test_zoo_special_properties():
@@ -195,9 +205,6 @@ def test_zoo_special_properties():
     assert float((A @ logits.X @ A.T).abs().max()) == pytest.approx(500.0)
     tokens = zoo.duplicate_tokens(3, 12).problem.like[0, 0]
     assert torch.equal(tokens[:6], tokens[6:])
-    for call in (lambda: zoo.saddle(3, 7), lambda: zoo.saddle(1, 8), lambda: zoo.duplicate_tokens(3, 7)):
-        with pytest.raises(ValueError, match="even"):
-            call()
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import typer
 from rich.console import Console
 
 from newtention.api import Options, solve
 from newtention.cli import options
-from newtention.cli.progress import Display, Lines, Silent
+from newtention.cli.progress import Display, Lines, Silent, busy
 from newtention.cli.report import make_report
 from newtention.cli.terminal import complain, say
 from newtention.io import ArrayNames, Provenance, load_problem, prepare_folder, write_result
@@ -126,7 +126,8 @@ def fit(
         say(f"Weights  {out / 'weights.safetensors'}")
     if not no_report:
         try:
-            path = make_report(out, problem, solution, document)
+            with nullcontext() if as_json else busy("Making the report"):
+                path = make_report(out, problem, solution, document)
         except KeyboardInterrupt:
             complain(f"Interrupted; the result is complete.  Report: newtention report {out}")
             raise typer.Exit(NOT_CONVERGED) from None

@@ -9,14 +9,14 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import sys
 import threading
 import traceback
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -47,12 +47,13 @@ app.command("report", no_args_is_help=True)(report)
 app.command("examples")(examples)
 
 
-def _show_version(value: bool) -> None:
+def _show_version(value: bool) -> bool:
     if value:
         from newtention import __version__
 
         say(f"newtention {__version__}")
         raise typer.Exit
+    return value
 
 
 @app.callback(
@@ -101,7 +102,7 @@ def run(arguments: Sequence[str]) -> int:
 def main() -> None:
     """Console entry point."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError):
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     # Job schedulers announce a kill by SIGTERM: treated like Ctrl-C, the best point is kept.
     if threading.current_thread() is threading.main_thread():
@@ -109,7 +110,7 @@ def main() -> None:
     sys.exit(run(sys.argv[1:]))
 
 
-def _usage(error: Exception) -> int:
+def _usage(error: Any) -> int:
     context = getattr(error, "ctx", None)
     if type(error).__name__ == "NoArgsIsHelpError":  # older versions of typer raise it
         say(error.format_message())

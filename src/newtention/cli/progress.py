@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from newtention.run import Progress
 from newtention.cli.terminal import say
+from newtention.run import Progress
 from newtention.solution import TABLE_HEADER, Record, table_row
 
 ROWS = 12
@@ -115,6 +116,12 @@ class Display(Silent):
         for line in lines:
             line.no_wrap, line.overflow = True, "crop"
         return Group(*lines)
+
+
+def busy(text: str) -> AbstractContextManager[object]:
+    """Show on a terminal that something takes its time."""
+    console = Console(highlight=False)
+    return console.status(text) if console.is_terminal else nullcontext()
 
 
 def best_active(progress: Progress) -> Record:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from newtention.cli.options import ResultFolder
+from newtention.cli.progress import busy
 from newtention.cli.terminal import ReportFailedError, say
 from newtention.io import load_result
 from newtention.problem import AttentionProblem
@@ -33,7 +34,9 @@ def report(
     [cyan]newtention report result --source /new/place/layer.safetensors[/cyan]
     """
     problem, solution, document = load_result(folder, source)
-    say(f"Report  {make_report(folder, problem, solution, document)}")
+    with busy("Making the report"):
+        path = make_report(folder, problem, solution, document)
+    say(f"Report  {path}")
 
 
 def make_report(

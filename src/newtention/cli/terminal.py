@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TextIO
 
 
 class ReportFailedError(Exception):
     """The report could not be made from a valid result: a bug, whatever its cause says."""
 
 
-def say(text: str = "") -> None:
-    """Print a line to stdout; a reader that has gone (``| head``) must not end a run."""
-    _print(text, sys.stdout)
+def say(text: str = "", *, error: bool = False) -> None:
+    """Print a line; a reader that has gone (``| head``) must not end a run."""
+    stream = sys.stderr if error else sys.stdout
+    try:
+        print(text, file=stream, flush=True)
+    except BrokenPipeError:
+        # What is still buffered would fail again when Python exits.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 def complain(text: str) -> None:
     """Print a line to stderr."""
-    _print(text, sys.stderr)
-
-
-def _print(text: str, stream: TextIO) -> None:
-    try:
-        print(text, file=stream, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    say(text, error=True)

@@ -195,7 +195,8 @@ def write_array(path: str | Path, name: str, array: torch.Tensor, *, force: bool
     array = array.detach().cpu().contiguous()
     if suffix == ".npz":
         buffer = io.BytesIO()
-        np.savez(buffer, **{name: array.numpy()})
+        named: dict[str, Any] = {name: array.numpy()}
+        np.savez(buffer, **named)
         data = buffer.getvalue()
     else:
         data = safetensors.torch.save({name: array}, metadata={"format": "pt"})

@@ -51,7 +51,9 @@ class Provenance:
         Raises:
             KeyError, TypeError: missing or unknown fields.
         """
-        return cls(**{**data, "arrays": ArrayNames(**data["arrays"])})
+        fields: dict[str, Any] = dict(data)
+        fields["arrays"] = ArrayNames(**fields["arrays"])
+        return cls(**fields)
 
 
 def load_problem(

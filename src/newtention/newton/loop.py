@@ -194,7 +194,7 @@ def _iteration(
         "radius": at.radius,
         "change": torch.zeros_like(decrement),
         "step": torch.zeros_like(decrement),
-        "ratio": torch.zeros_like(decrement),
+        "ratio": torch.full_like(decrement, torch.nan),
         "trials": torch.zeros_like(decrement),
     }
     factorisations = step.factorisations
@@ -314,6 +314,6 @@ def _try(
     news = {
         "change": torch.where(taken, change, zero),
         "step": torch.where(taken, norm, zero),
-        "ratio": gain,
+        "ratio": torch.where(invisible, torch.nan, gain),
     }
     return moved, taken, news

@@ -7,6 +7,8 @@ THREADS ?= 2
 export OMP_NUM_THREADS := $(THREADS)
 export OPENBLAS_NUM_THREADS := $(THREADS)
 export MKL_NUM_THREADS := $(THREADS)
+# Waiting threads sleep: the default spin wait is ruinous when a core is shared with other work.
+export OMP_WAIT_POLICY := PASSIVE
 
 .PHONY: demo test test-all lint types bench clean
 

@@ -1,4 +1,4 @@
-"""The solver's defaults against their alternatives: where runs end after a fixed number of iterations.
+"""The solver's defaults against their alternatives: where runs end after a fixed number of steps.
 
 No times: the figure of merit is the relative loss, so this may run on a busy machine.
 """

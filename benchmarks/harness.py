@@ -8,28 +8,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 
+Size = Literal["toy", "quick", "full"]
+"""toy: for tests; quick: minutes; full: what is published."""
 Samples = dict[str, list[float]]
+
+SLOW_REPEATS = 3
 
 
 def alternate(rivals: Mapping[str, Callable[[], object]], repeats: int, patience: float) -> Samples:
     """Seconds of each rival in each repeat; one untimed call of each comes first.
 
-    A rival whose warm-up took longer than `patience` is run once more only: its noise is small
-    beside its time.
+    A rival whose warm-up took longer than `patience` takes part in the first three repeats only.
     """
-    slow = set()
-    for name, run in rivals.items():
-        if seconds(run) > patience:
-            slow.add(name)
+    slow = {name for name, run in rivals.items() if seconds(run) > patience}
     samples: Samples = {name: [] for name in rivals}
     names = list(rivals)
     for r in range(repeats):
         # Every rival goes first as often as any other.
         for name in names[r % len(names) :] + names[: r % len(names)]:
-            if not (name in slow and samples[name]):
+            if r < SLOW_REPEATS or name not in slow:
                 samples[name].append(seconds(rivals[name]))
     return samples
 
@@ -55,17 +56,12 @@ def spread(values: Sequence[float]) -> dict[str, float | int | None]:
 
 
 def ratios(samples: Samples, base: str) -> dict[str, dict]:
-    """Each rival's time over the base's of the same repeat (its median where repeats differ)."""
-    result = {}
-    for name, times in samples.items():
-        if name == base or not times:
-            continue
-        if len(times) == len(samples[base]):
-            values = [t / b for t, b in zip(times, samples[base], strict=True)]
-        else:
-            values = [t / float(np.median(samples[base])) for t in times]
-        result[name] = spread(values)
-    return result
+    """Each rival's time over the base's of the same repeat."""
+    return {
+        name: spread([t / b for t, b in zip(times, samples[base], strict=False)])
+        for name, times in samples.items()
+        if name != base
+    }
 
 
 def show(value: float | None, digits: int = 3) -> str:

@@ -9,6 +9,7 @@ out of reach are given the nearest rule they have.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -24,15 +25,16 @@ import newtention as nt
 class Task:
     """One sequence without mask, as peers see it, and the start common to all."""
 
-    def __init__(self, problem: nt.AttentionProblem, seed: int) -> None:
+    def __init__(self, problem: nt.AttentionProblem, seed: int, X: Tensor | None = None) -> None:
         (chunk,) = problem.chunks
         self.problem = problem
         self.A1, self.A2, self.A3, self.B = (
             t[0, 0] for t in (chunk.A1, chunk.A2, chunk.A3, chunk.B)
         )
-        self.derivatives = nt.to_scipy(problem, seed=seed)
+        start = nt.solve(problem, X, seed=seed, max_iter=0)
+        self.derivatives = nt.to_scipy(problem, (start.X, start.Y))
         self.start = self.derivatives.x0
-        """The start that `solve` makes: X0 random, Y0 solved."""
+        """What `solve` would start from: X0 as given or random, Y0 solved for it."""
 
     def weights(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         """X and Y of a flat vector."""
@@ -51,12 +53,8 @@ class Task:
         return 0.5 * (P @ (self.A3 @ Y) - self.B).square().sum()
 
 
-class Reached(Exception):
-    """The gradient is small enough."""
-
-
-class TimeUp(Exception):
-    """The peer's time is over."""
+class Ended(Exception):  # noqa: N818 - no error
+    """The gradient is small enough, or the peer's time is over."""
 
 
 class Watch:
@@ -77,7 +75,7 @@ class Watch:
         if loss <= self.best:
             self.best, self.point = loss, np.array(x)
         if time.perf_counter() > self.deadline:
-            raise TimeUp
+            raise Ended
 
     def gradient(self, x: np.ndarray, norm: float) -> None:
         """Called after each evaluation of the gradient."""
@@ -86,7 +84,7 @@ class Watch:
                 self.times[gtol] = time.perf_counter() - self.began
         if norm <= self.gtol:
             self.point = np.array(x)
-            raise Reached
+            raise Ended
 
     def stop(self) -> None:
         """Take the time."""
@@ -102,6 +100,7 @@ class Outcome:
     loss: float
     gradient: float
     iterations: int | None = None
+    error: str | None = None
 
 
 Peer = Callable[[Task, Watch, np.ndarray], int | None]
@@ -110,17 +109,25 @@ Peer = Callable[[Task, Watch, np.ndarray], int | None]
 def run(peer: Peer, task: Task, limit: float, gtols: Sequence[float]) -> Outcome:
     """Run one peer; loss and gradient at the end are ours, whatever the peer says."""
     watch = Watch(limit, gtols)
-    iterations = None
+    iterations = error = None
     try:
         iterations = peer(task, watch, task.start.copy())
-    except (Reached, TimeUp):
+    except Ended:
         pass
+    except RuntimeError as failure:
+        if peer is newtention:
+            raise
+        error = str(failure)  # a rival that gives up with an exception keeps its best point
     seconds = time.perf_counter() - watch.began
     x = task.weights(torch.from_numpy(task.start if watch.point is None else watch.point))
-    reached = {f"{gtol:.0e}": t for gtol, t in watch.times.items()}
-    return Outcome(
-        seconds, reached, nt.loss(task.problem, *x), task.gradient_norm(*x), iterations
-    )
+    norm = task.gradient_norm(*x)
+    # A trial point that a peer rejected because its loss rose by rounding counts for the peer.
+    reached = {
+        f"{gtol:.0e}": watch.times.get(gtol, seconds)
+        for gtol in watch.gtols
+        if gtol in watch.times or norm <= gtol
+    }
+    return Outcome(seconds, reached, nt.loss(task.problem, *x), norm, iterations, error)
 
 
 def newtention(task: Task, watch: Watch, start: np.ndarray) -> int:
@@ -130,7 +137,7 @@ def newtention(task: Task, watch: Watch, start: np.ndarray) -> int:
         norm = task.gradient_norm(progress.X, progress.Y)
         try:
             watch.gradient(np.empty(0), norm)
-        except Reached:
+        except Ended:
             raise StopIteration from None
 
     solution = nt.solve(
@@ -163,7 +170,7 @@ def scipy_with_ours(method: str, second: str | None) -> Callable:
 
         def hessp(x: np.ndarray, v: np.ndarray) -> np.ndarray:
             if time.perf_counter() > watch.deadline:
-                raise TimeUp
+                raise Ended
             return ours.hessp(x, v)
 
         extra = {"hess": {"hess": ours.hess}, "hessp": {"hessp": hessp}}.get(second or "", {})
@@ -200,7 +207,10 @@ def torchmin_autograd(method: str, **options: object) -> Callable:
             settings |= {"gtol": 0.0, "xtol": 0.0, "gtd_tol": 0.0}
         else:
             settings |= {"gtol": watch.gtol}
-        result = torchmin.minimize(fun, torch.from_numpy(start), method, options=settings)
+        with warnings.catch_warnings():
+            # torchmin 0.1 calls functions that torch has deprecated.
+            warnings.simplefilter("ignore")
+            result = torchmin.minimize(fun, torch.from_numpy(start), method, options=settings)
         return int(result.nit)
 
     return peer

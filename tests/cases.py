@@ -111,8 +111,8 @@ def make(
     sizes: (n, m) of each sequence; layout: "single", "padded" or "ragged".
     heads: None for 2-D weights.  shared: A1, A2 and A3 are one array.
     mask: None, "causal", "boolean" (one array per sequence) or "common" (one 2-D array for all).
-    bias: None, "common" (2-D for all), "one" (per sequence), "heads" (per sequence and head), or any
-        of them + " forbidding" for entries of minus infinity.
+    bias: None, "common" (2-D for all), "one" (per sequence), "heads" (per sequence and head), or
+        any of them + " forbidding" for entries of minus infinity.
     weights: query weights, some of them zero.
     regularizer: None, "ridge", "tokens" or "proximity".
     tokens: "gaussian", "deficient" (rank 1), "duplicate".
@@ -213,7 +213,9 @@ def make(
             elif given_masks:
                 options["mask"] = pad(given_masks, n, m, fill=falses)
             if kind == "common":
-                whole = common_bias.masked_fill(forbidden, -torch.inf) if forbidding else common_bias
+                whole = (
+                    common_bias.masked_fill(forbidden, -torch.inf) if forbidding else common_bias
+                )
                 options["bias"] = to(pad([whole], n, m)[0])
             elif kind == "heads":
                 options["bias"] = to(pad(given_biases, h, n, m))

@@ -12,6 +12,7 @@ import tests.typecheck  # noqa: F401 - the hook looks it up by name
 assert not any(name.split(".")[0] == "newtention" for name in sys.modules)
 install_import_hook("newtention", "tests.typecheck.check")
 
+import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
@@ -23,6 +24,11 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if "OMP_NUM_THREADS" in os.environ:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    too_slow = [hypothesis.HealthCheck.too_slow]
+    profile = {"deadline": None, "derandomize": True, "suppress_health_check": too_slow}
+    hypothesis.settings.register_profile("quick", max_examples=40, **profile)
+    hypothesis.settings.register_profile("full", max_examples=1000, **profile)
+    hypothesis.settings.load_profile("full" if config.getoption("--run-full") else "quick")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -30,7 +36,8 @@ def pytest_collection_modifyitems(config, items):
         return
     skip = pytest.mark.skip(reason="full tier: needs --run-full")
     for item in items:
-        if "full" in item.keywords:
+        # Not `in item.keywords`: a parameter called "full" is a keyword as well.
+        if item.get_closest_marker("full"):
             item.add_marker(skip)
 
 

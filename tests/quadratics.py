@@ -23,7 +23,7 @@ class Subproblem:
     vectors: torch.Tensor
 
     def optimum(self) -> float:
-        """The largest decrease, by duality: the least over lam of 1/2 (sum g_i^2/(v_i + lam) + lam r^2).
+        """The largest decrease: the least over lam of 1/2 (sum g_i^2 / (v_i + lam) + lam r^2).
 
         The dual is convex on lam > max(0, -lowest), attains the primal value (strong duality holds
         for this problem, hard case included) and any lam bounds it from above, so a coarse search
@@ -45,7 +45,9 @@ class Subproblem:
             lam = torch.linspace(float(a), float(b), 201, dtype=torch.float64)
         return float(dual(lam).min())
 
-    def check(self, step: torch.Tensor, decrease: float, lam: float, interior: bool) -> None:
+    def check(
+        self, step: torch.Tensor, decrease: float, lam: float, interior: bool, guess: float = 0.0
+    ) -> None:
         """Raise unless the step keeps the promises of `trust_region_step`."""
         n = len(self.g)
         floor = rounding_floor(n, self.H.dtype)
@@ -66,6 +68,16 @@ class Subproblem:
         slack = 1e-12 * size
         if not lam >= max(floor, -float(self.values[0])) - slack:
             raise AssertionError(f"multiplier {lam} with lowest eigenvalue {float(self.values[0])}")
+        shifted = self.values + floor
+        fits = (
+            float(shifted[0]) > 1e-3 * floor + slack
+            and float(((self.vectors.T @ self.g) / shifted).norm())
+            < 0.99 * (1 - EASY) * self.radius
+        )
+        if fits and not interior and (guess == 0 or not self.g.any()):
+            # What `converged` relies on.  With a guess, a step to the boundary that is nearly as
+            # good may be taken first.
+            raise AssertionError("the Newton step fits but is not called interior")
         if interior:
             # The unconstrained minimiser of the shifted model, which must be convex.
             if not float(self.values[0]) + floor > -slack:
@@ -117,6 +129,5 @@ def solve(problems: list[Subproblem], guesses: list[float]) -> None:
         torch.tensor(guesses, dtype=torch.float64),
     )
     for i, p in enumerate(problems):
-        p.check(
-            steps.step[i], float(steps.decrease[i]), float(steps.lam[i]), bool(steps.interior[i])
-        )
+        got = (float(steps.decrease[i]), float(steps.lam[i]), bool(steps.interior[i]))
+        p.check(steps.step[i], *got, guess=guesses[i])

@@ -1,7 +1,7 @@
 """Relative tolerances by quantity and dtype, against the autograd oracle in float64.
 
-Errors are relative to the largest entry of the expected array (see `checks.require_close`).  A value
-is loosened only with a reason beside it.
+Errors are relative to the largest entry of the expected array (see `checks.require_close`).  A
+value is loosened only with a reason beside it.
 """
 
 import torch
@@ -15,6 +15,3 @@ residual and its products with the tokens amplify."""
 
 REORDERED = {torch.float64: 1e-13, torch.float32: 1e-5}
 """The same sums in another order: tiles, batches, padding."""
-
-DIFFERENCES = {torch.float64: 1e-6, torch.float32: 3e-2}
-"""Central finite differences at their best step."""

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from newtention.derivatives.gradient import data_loss
+from newtention.derivatives.hessian import second_order_tile
 from newtention.layers import Bilinear
 from newtention.memory import available_bytes, newton_bytes, readable, require_memory
 from newtention.newton.loop import Settings, iterate
@@ -216,33 +218,36 @@ def _given_start(problem: AttentionProblem, start: Start) -> Weights:
     if isinstance(start, str):
         raise ValueError(f"start must be weights or a Solution; found {start!r}.")
     if isinstance(start, Solution):
-        return as_weights(problem, start.X, start.Y)
-    if isinstance(start, tuple):
-        if len(start) != 2:
-            raise ValueError(f"start must be (X, Y) or X; found a tuple of {len(start)}.")
-        return as_weights(problem, *start)
-    return as_weights(problem, start)
+        start = (start.X, start.Y)
+    if isinstance(start, tuple) and len(start) != 2:
+        raise ValueError(f"start must be (X, Y) or X; found a tuple of {len(start)}.")
+    w = as_weights(problem, *start) if isinstance(start, tuple) else as_weights(problem, start)
+    if not bool(torch.isfinite(data_loss(problem, w.X, w.Y)).all()):
+        raise ValueError("start must have a finite loss; its logits or outputs overflow.")
+    return w
 
 
 def _require_room(problem: AttentionProblem, heads: int, n_init: int) -> None:
     layer = Bilinear(heads, *problem.widths)
     itemsize = problem.like.element_size()
-    needed = newton_bytes(layer, problem.batch * n_init, itemsize)
+
+    def bytes_for(starts: int) -> int:
+        tile = second_order_tile(problem, heads, starts)
+        return newton_bytes(layer, problem.batch * starts, itemsize, tile)
+
+    needed = bytes_for(n_init)
     free = available_bytes(problem.like.device)
-    fitting = 0
-    for members in range(problem.batch * n_init, 0, -1):
-        if newton_bytes(layer, members, itemsize) <= free:
-            fitting = members
-            break
+    fitting = next((starts for starts in range(n_init, 0, -1) if bytes_for(starts) <= free), 0)
     if fitting:
-        what = "n_init" if problem.batch == 1 else "a batch of problems times n_init"
-        alternative = f"{what} up to {fitting} would fit."
+        alternative = f"n_init up to {fitting} would fit."
     else:
-        one = readable(newton_bytes(layer, 1, itemsize))
+        one = readable(bytes_for(1))
         half = "" if itemsize == 4 else "; float32 would halve it"
+        several = f" of {problem.batch} problems" if problem.batch > 1 else ""
+        fewer = "solve fewer at a time, or " if problem.batch > 1 else ""
         alternative = (
-            f"a single start of these widths needs {one}{half}: narrow the tokens, for example "
-            "to their leading singular directions."
+            f"a single start{several} of these widths needs {one}{half}: {fewer}narrow the tokens, "
+            "for example to their leading singular directions."
         )
     require_memory(
         f"A dense solve of {layer.size} unknowns", needed, problem.like.device, alternative

@@ -51,8 +51,10 @@ _VARIABLES = {
 """Colours of a web page in place of the figure's."""
 
 
-def number(value: float, digits: int = 3) -> str:
-    """A number for reading, such as 0.0806 or 1.2×10⁻¹⁵."""
+def number(value: float | None, digits: int = 3) -> str:
+    """A number for reading, such as 0.0806 or 1.2×10⁻¹⁵; a dash for None."""
+    if value is None:
+        return "–"
     value = float(value)
     if math.isnan(value):
         return "undefined"

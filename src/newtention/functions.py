@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from newtention.derivatives.gradient import data_loss, loss_and_gradient
-from newtention.derivatives.hessian import HessianBlocks, second_order
+from newtention.derivatives.hessian import HessianBlocks, second_order, second_order_tile
 from newtention.derivatives.products import Kind, hessian_product
 from newtention.layers import evaluate, weights_of_tile
 from newtention.memory import hessian_bytes, require_memory
@@ -105,7 +105,8 @@ def hessian(problem: AttentionProblem, X: ArrayLike, Y: ArrayLike, kind: Kind = 
     """
     w = as_weights(problem, X, Y)
     _require_kind(kind)
-    needed = hessian_bytes(w.layer, problem.batch, problem.like.element_size())
+    tile = second_order_tile(problem, w.layer.heads)
+    needed = hessian_bytes(w.layer, problem.batch, problem.like.element_size(), tile)
     require_memory(
         f"The Hessian of {w.layer.size} unknowns",
         needed,

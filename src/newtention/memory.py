@@ -8,28 +8,38 @@ import torch
 from newtention.chunks import TILE_ELEMENTS
 from newtention.layers import Bilinear
 
-_DENSE_MATRICES = 5
-"""Nx x Nx matrices alive at the peak of a solve: H_xx and its packed form, the reduced Hessian
-and its scaled copy, the shifted matrix with its factor (counted from the code, checked in the
-tests)."""
+_DENSE_MATRICES = 5.5
+"""Nx x Nx matrices alive while the trust-region step is computed: the scaled Hessian, its shifted
+copy, the factor, the copy of it that `cholesky_solve` makes and the factor of the previous
+multiplier; the half is temporaries.  Measured 4.9 to 6.1 (tests/unit/test_memory.py)."""
+_ASSEMBLED = 2
 _MIXED_MATRICES = 3
-"""Nx x Ny matrices alive at the peak: H_xy as summed, H_xy in order, and H_xy H_yy^-1/2."""
+"""Nx x Nx and Nx x Ny matrices alive while Y is eliminated: H_xx and the Schur complement; H_xy,
+its transposed copy and H_xy H_yy^-1/2."""
 _TILES = 8
 """Intermediates of a tile."""
+_WORKSPACE = 32 << 20
+"""Buffers of BLAS and LAPACK."""
 
 
-def newton_bytes(layer: Bilinear, members: int, itemsize: int) -> int:
-    """Peak bytes of a dense Newton solve with so many members in the batch."""
+def newton_bytes(layer: Bilinear, members: int, itemsize: int, tile: int = TILE_ELEMENTS) -> int:
+    """Peak bytes of a dense Newton solve with so many members in the batch.
+
+    tile: elements of the widest intermediate of a pass over the data.
+    """
     nx, ny = layer.size_x, layer.size_y
-    dense = members * (_DENSE_MATRICES * nx * nx + _MIXED_MATRICES * nx * ny)
-    return itemsize * (dense + _TILES * TILE_ELEMENTS)
+    step = _DENSE_MATRICES * nx * nx
+    elimination = _ASSEMBLED * nx * nx + _MIXED_MATRICES * nx * ny
+    dense = members * max(step, elimination)
+    return int(itemsize * (dense + _TILES * tile)) + _WORKSPACE
 
 
-def hessian_bytes(layer: Bilinear, members: int, itemsize: int) -> int:
+def hessian_bytes(layer: Bilinear, members: int, itemsize: int, tile: int = TILE_ELEMENTS) -> int:
     """Peak bytes of forming the exact Hessian and its dense matrix."""
     nx, ny = layer.size_x, layer.size_y
-    dense = members * (2 * nx * nx + 2 * nx * ny + layer.size**2)
-    return itemsize * (dense + _TILES * TILE_ELEMENTS)
+    assembly = 2.75 * nx * nx + 3 * nx * ny  # packed triangle, unpacked rows, one block, the result
+    dense = nx * nx + nx * ny + layer.size**2
+    return int(itemsize * (members * max(assembly, dense) + _TILES * tile))
 
 
 def available_bytes(device: torch.device) -> int:

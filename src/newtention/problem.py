@@ -66,7 +66,8 @@ class AttentionProblem:
         A2: key-side tokens, (m, d2) or (s, m, d2).
         A3: value-side tokens, (m, d3) or (s, m, d3).
         B: targets, (n, p) or (s, n, p).
-        lengths: (s,) real queries per sequence of a padded batch; the rest is ignored.
+        lengths: (s,) real queries per sequence of a padded batch; the rest counts
+            for nothing, but must be finite.
         key_lengths: (s,) real keys per sequence; defaults to `lengths` where A1 and A2 have the
             same number of rows.
         mask: None, "causal" (key k allowed for query j when k <= j), or booleans, True where
@@ -290,11 +291,10 @@ class AttentionProblem:
             raise ValueError("stack needs at least one problem; found none.")
         first = problems[0]
         for i, other in enumerate(problems):
-            if other.widths != first.widths or other.like.dtype != first.like.dtype:
+            if other.kind != first.kind:
                 raise ValueError(
-                    f"Stacked problems must have equal widths and dtype; problem 0 has "
-                    f"(d1, d2, d3, p) = {first.widths} in {str(first.like.dtype)[6:]}, problem "
-                    f"{i} has {other.widths} in {str(other.like.dtype)[6:]}."
+                    "Stacked problems must have equal widths (d1, d2, d3, p), dtype and device; "
+                    f"problem 0 has {first.kind}, problem {i} has {other.kind}."
                 )
         merged: dict[tuple, list[Chunk]] = {}
         for i, problem in enumerate(problems):
@@ -320,6 +320,11 @@ class AttentionProblem:
         """(d1, d2, d3, p)."""
         c = self.chunks[0]
         return c.A1.shape[-1], c.A2.shape[-1], c.A3.shape[-1], c.B.shape[-1]
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What stacked problems must have in common."""
+        return *self.widths, str(self.like.dtype)[6:], str(self.like.device)
 
     @property
     def like(self) -> Tensor:
@@ -422,6 +427,11 @@ class AttentionProblem:
             )
         chunks, order = as_chunks(segments, causal, scale)
         like = chunks[0].A1
+        if not all(bool(torch.isfinite(c.B.square().sum())) for c in chunks):
+            raise ValueError(
+                f"B (the targets) must have a sum of squares within {str(like.dtype)[6:]}; it "
+                "overflows.  Rescale the targets."
+            )
         d1, d2, d3 = (getattr(segments[0], a).shape[-1] for a in ("A1", "A2", "A3"))
         if regularizer is None:
             quadratic = zero_quadratic(1, d1, d2, d3, like)

@@ -87,6 +87,12 @@ def stack_quadratics(parts: Sequence[Quadratic]) -> Quadratic:
     terms = max(part.left.shape[1] for part in parts)
     pad = (0, 0, 0, 0, 0)
     centred = [part for part in parts if part.centre_x is not None]
+    heads = {part.centre_x.shape[1] for part in parts if part.centre_x is not None}
+    if len(heads) > 1:
+        raise ValueError(
+            "Proximity references of stacked problems must have equal numbers of heads; "
+            f"found {sorted(heads)}."
+        )
 
     def centre(part: Quadratic, name: str) -> Tensor:
         value = getattr(part, name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
@@ -29,11 +28,11 @@ class Status(StrEnum):
 
 _SENTENCES = {
     Status.CONVERGED: "Converged: the Hessian is positive semidefinite to rounding, and a Newton "
-    "step would lower the loss by less than the tolerance.",
+    "step would lower the loss by less than the tolerance (or the fit is exact to rounding).",
     Status.STALLED: "Stalled at the limit of the arithmetic: no step lowers the loss measurably, "
     "but the tolerance was not met.",
-    Status.ITERATION_LIMIT: "Stopped at the iteration limit; the loss was still falling.",
-    Status.TIME_LIMIT: "Stopped at the time limit; the loss was still falling.",
+    Status.ITERATION_LIMIT: "Stopped at the iteration limit, before the tolerance was met.",
+    Status.TIME_LIMIT: "Stopped at the time limit, before the tolerance was met.",
     Status.STOPPED: "Stopped by the callback.",
     Status.INTERRUPTED: "Interrupted; this is the best point so far.",
     Status.OVERFLOW: "Stopped because the derivatives overflowed; this is the last finite point.",
@@ -55,10 +54,10 @@ class Record:
     model: "gauss-newton" or "newton", the curvature used here.
     seconds: since the start of the run.
 
-    Of the step (0, and NaN for the ratio, at the start):
+    Of the step (0, and None for the ratio, at the start):
     change: decrease of the loss.
     step: length relative to that of X, both in the scaled metric.
-    ratio: actual over predicted decrease; NaN where it promised less than rounding can show.
+    ratio: actual over predicted decrease; None where it promised less than rounding can show.
     trials: steps tried, the accepted one included.
     factorisations: Cholesky factorisations of the whole batch since the last record.
     """
@@ -69,7 +68,7 @@ class Record:
     decrement: float
     change: float
     step: float
-    ratio: float
+    ratio: float | None
     damping: float
     radius: float
     model: str
@@ -175,7 +174,7 @@ TABLE_HEADER = (
 def table_row(record: Record) -> str:
     """One line of the iteration table."""
     r = record
-    ratio = "-" if math.isnan(r.ratio) else f"{r.ratio:.3f}"
+    ratio = "-" if r.ratio is None else f"{r.ratio:.3f}"
     model = "" if r.model == "newton" else "  Gauss-Newton"
     return (
         f"{r.iteration:>4} {r.loss:>13.6e} {r.change:>9.2e} {r.gradient:>9.2e} {r.step:>8.1e} "

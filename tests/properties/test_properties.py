@@ -1,7 +1,9 @@
 """Random cases: the trust region, buckets, tiles, invariances of the loss, derivatives."""
 
+import itertools
+
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import newtention as nt
@@ -9,13 +11,8 @@ from newtention.chunks import length_buckets
 from tests import cases, checks
 from tests.quadratics import GRADIENTS, KINDS, draw, solve
 
-QUICK = settings(
-    max_examples=40,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-CHEAP = settings(QUICK, max_examples=150)
+EXAMPLES = settings.default.max_examples
+"""40 in the quick tier, 1000 in the full one."""
 
 subproblems = st.builds(
     draw,
@@ -29,13 +26,12 @@ subproblems = st.builds(
 guesses = st.one_of(st.just(0.0), st.floats(-12, 6).map(lambda e: 10.0**e))
 
 
-@CHEAP
+@settings(max_examples=4 * EXAMPLES)
 @given(subproblems, guesses)
 def test_trust_region(problem, guess):
     solve([problem], [guess])
 
 
-@QUICK
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=40))
 def test_buckets(lengths):
     buckets = length_buckets(lengths)
@@ -73,7 +69,6 @@ def build(drawn):
     return cases.make("random", **drawn)
 
 
-@QUICK
 @given(options)
 def test_derivatives_of_random_problems(drawn):
     case = build(drawn)
@@ -87,7 +82,6 @@ def test_derivatives_of_random_problems(drawn):
     checks.check_attention_weights(case)
 
 
-@QUICK
 @given(options, st.integers(0, 2**31))
 def test_invariances(drawn, seed):
     """Permuting keys, or shifting all logits of a query, changes nothing."""
@@ -113,7 +107,7 @@ def test_invariances(drawn, seed):
     assert abs(loss(s["A2"] + torch.ones(1, s["A2"].shape[1]), s["A3"]) - want) <= 1e-9 * size
 
 
-@settings(QUICK, max_examples=25)
+@settings(max_examples=EXAMPLES // 2)
 @given(options)
 def test_solve_is_monotone_and_finite(drawn):
     """From any start on any problem: finite, no worse than the start, and true to its own word."""
@@ -126,5 +120,5 @@ def test_solve_is_monotone_and_finite(drawn):
     assert solution.loss <= nt.loss(problem, *case.point()) * (1 + 1e-12) + noise
     assert abs(nt.loss(problem, solution.X, solution.Y) - solution.loss) <= 1e-14 * solution.loss
     losses = solution.history.column("loss")
-    assert all(b <= a * (1 + 1e-12) + noise for a, b in zip(losses, losses[1:], strict=False))
+    assert all(b <= a * (1 + 1e-12) + noise for a, b in itertools.pairwise(losses))
     assert len(solution.history) == solution.iterations + 1

@@ -1,5 +1,7 @@
 """Chunks, tiles, buckets and reduce."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -53,9 +55,7 @@ def test_reduce_sums_by_owner():
     problem = AttentionProblem.stack([case.problem() for case in STACK])
     counts = reduce(problem.chunks, problem.batch, lambda c: (c.query_count(),), 10**9)[0]
     got = reduce(problem.chunks, problem.batch, lambda c: (c.query_count(), c.key_count()))
-    want = [
-        [sum(len(s[a]) for s in case.sequences) for case in STACK] for a in ("A1", "A2")
-    ]
+    want = [[sum(len(s[a]) for s in case.sequences) for case in STACK] for a in ("A1", "A2")]
     require_close("queries", got[0], torch.tensor(want[0]), 0.0)
     require_close("keys", got[1], torch.tensor(want[1]), 0.0)
     # One tile per row: every owner is counted once for each of its tiles.
@@ -63,7 +63,7 @@ def test_reduce_sums_by_owner():
 
 
 def test_owners_are_sorted_and_unique():
-    """`Chunk.of` and `reduce` take a chunk with as many owners as problems for all of them, in order."""
+    """`Chunk.of` and `reduce` take a chunk of as many owners as problems to hold all, in order."""
     problem = AttentionProblem.stack([case.problem() for case in STACK])
     for chunk in problem.chunks:
         owner = chunk.owner.tolist()
@@ -96,5 +96,5 @@ def test_real_lengths_need_few_buckets():
     from newtention.zoo import packaged_head
 
     _, _, offsets = packaged_head()
-    lengths = [(b - a, b - a) for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
+    lengths = [(b - a, b - a) for a, b in itertools.pairwise(offsets)]
     assert len(length_buckets(lengths)) < len(lengths) / 3

@@ -285,7 +285,7 @@ def test_check_attention_weights_raises():
     ],
 )
 def test_every_option_counts(name, option):
-    """The oracle without the option disagrees: the table's cases would notice if it were dropped."""
+    """The oracle without the option disagrees: the table would notice if it were dropped."""
     case = without(BY_NAME[name], option)
     with pytest.raises(AssertionError):
         checks.check_loss(case)

@@ -229,9 +229,7 @@ def layouts(a):
     }
 
 
-@pytest.mark.parametrize(
-    "layout", ["strided", "fortran", "read-only", "negative strides", "lists"]
-)
+@pytest.mark.parametrize("layout", ["strided", "fortran", "read-only", "negative strides", "lists"])
 def test_numpy_layouts(layout):
     given = {k: layouts(v)[layout] for k, v in arrays(kind="numpy").items()}
     X, Y = (layouts(w.numpy())[layout] for w in weights())
@@ -241,7 +239,9 @@ def test_numpy_layouts(layout):
     for got, want in zip(nt.gradient(made, X, Y), nt.gradient(plain, *weights()), strict=True):
         assert isinstance(got, np.ndarray)
         require_close(layout, got, want, 1e-15)
-    assert nt.solve(made, start=X, max_iter=2).loss == nt.solve(plain, weights()[0], max_iter=2).loss
+    assert (
+        nt.solve(made, start=X, max_iter=2).loss == nt.solve(plain, weights()[0], max_iter=2).loss
+    )
 
 
 def test_torch_layouts():

@@ -335,12 +335,12 @@ def test_damaged_results(fitted):
 
 def test_history_without_numbers_survives_json(fitted, tmp_path):
     _, _, problem, solution, document = fitted
-    rows = [replace(record, ratio=float("nan")) for record in solution.history]
+    rows = [replace(record, change=float("nan")) for record in solution.history]
     changed = replace(solution, history=nt.History(rows))
     provenance = Provenance.from_dict(document["provenance"])
     write_result(tmp_path / "new", problem, changed, provenance)
     json.loads((tmp_path / "new/result.json").read_text(), parse_constant=pytest.fail)
-    assert np.isnan(read_result(tmp_path / "new").solution.history[0].ratio)
+    assert np.isnan(read_result(tmp_path / "new").solution.history[0].change)
 
 
 def test_folders_are_protected(fitted, tmp_path):

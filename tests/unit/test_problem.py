@@ -105,9 +105,7 @@ def test_causal_equals_its_boolean_mask():
     case = BY_NAME["causal, wide"]
     s = case.sequences[0]
     masked = nt.AttentionProblem(s["A1"], s["A2"], s["A3"], s["B"], mask=s["allowed"])
-    got, want = (
-        nt.hessian(p, *case.point()).to_dense() for p in (masked, case.problem())
-    )
+    got, want = (nt.hessian(p, *case.point()).to_dense() for p in (masked, case.problem()))
     require_close("Hessian", got, want, 1e-14)
 
 
@@ -135,9 +133,7 @@ def test_order_of_sequences_does_not_matter():
     s = case.sequences[::-1]
     q, k = (torch.tensor([0, *(len(x[a]) for x in s)]).cumsum(0) for a in ("A1", "A2"))
     A1, A2, A3, B = (torch.cat([x[a] for x in s]) for a in ("A1", "A2", "A3", "B"))
-    turned = nt.AttentionProblem.from_ragged(
-        A1, B, offsets=q, keys=A2, values=A3, key_offsets=k
-    )
+    turned = nt.AttentionProblem.from_ragged(A1, B, offsets=q, keys=A2, values=A3, key_offsets=k)
     require_close("loss", nt.loss(turned, *case.point()), case.oracle[0], 1e-13)
     # and predictions come back in the order given
     rows = torch.cat([case.oracle_outputs(case.X, case.Y).split([5, 2, 6, 6, 1])[i]

@@ -22,9 +22,7 @@ def with_axes(case):
 
 def oracle(case):
     """(value, gradient, Hessian) of the penalty alone."""
-    return reference.derivatives(
-        lambda X, Y: case.penalty(case.sequences, X, Y), case.X, case.Y
-    )
+    return reference.derivatives(lambda X, Y: case.penalty(case.sequences, X, Y), case.X, case.Y)
 
 
 @TABLE
@@ -114,7 +112,11 @@ def test_zero_strengths_change_nothing():
 
 def test_describe():
     assert nt.Ridge(1, 2).describe() == {"name": "ridge", "x": 1.0, "y": 2.0}
-    assert nt.TokenWeights([0.5, 2.0]).describe() == {"name": "token weights", "min": 0.5, "max": 2.0}
+    assert nt.TokenWeights([0.5, 2.0]).describe() == {
+        "name": "token weights",
+        "min": 0.5,
+        "max": 2.0,
+    }
     assert nt.Proximity(([[1.0]], [[1.0]]), 3).describe() == {"name": "proximity", "strength": 3.0}
 
 

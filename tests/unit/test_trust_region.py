@@ -27,9 +27,7 @@ def test_grid(kind, gradient):
 
 @pytest.mark.parametrize("guess", [0.0, 1e-6, 0.5, 1e3])
 def test_guess_changes_cost_only(guess):
-    problems = [
-        draw(kind, gradient, 5, 0.7, 1.0, 3) for kind in KINDS for gradient in GRADIENTS
-    ]
+    problems = [draw(kind, gradient, 5, 0.7, 1.0, 3) for kind in KINDS for gradient in GRADIENTS]
     solve(problems, [guess] * len(problems))
 
 
@@ -79,12 +77,16 @@ def test_saddle_without_gradient_moves_to_the_boundary():
     assert float(step.decrease) >= 0.8 * 0.5 * -float(p.values[0]) * 4
 
 
-def test_minimum_without_gradient_stays():
-    p = draw("definite", "zero", 6, 2.0, 1.0, 0)
+@pytest.mark.parametrize("guess", [0.0, 1e-9, 0.5, 1e3])
+@pytest.mark.parametrize("kind", ["definite", "singular", "zero"])
+def test_minimum_without_gradient_stays(kind, guess):
+    """Whatever the multiplier before: a saturated layer has no derivatives at all."""
+    p = draw(kind, "zero", 6, 2.0, 1.0, 0)
     step = trust_region_step(
-        p.H[None], p.g[None], torch.tensor([2.0]).double(), torch.zeros(1).double()
+        p.H[None], p.g[None], torch.tensor([2.0]).double(), torch.tensor([guess]).double()
     )
     assert bool(step.interior)
+    assert step.factorisations <= 3
     assert float(step.step.norm()) == 0.0
 
 

@@ -24,8 +24,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from newtention.attention import score_gradient
-from newtention.chunks import Chunk, reduce
-from newtention.derivatives.gradient import tile_gradient, tile_loss
+from newtention.chunks import TILE_ELEMENTS, Chunk, reduce
+from newtention.derivatives.gradient import forward_elements, tile_gradient, tile_loss
 from newtention.layers import Bilinear, evaluate
 from newtention.problem import AttentionProblem
 
@@ -90,7 +90,7 @@ def second_order(
         return _tile_sums(tile, X, Y, share, full, upper)
 
     loss, GX, GY, xx, cross, xy, xy_residual, gram = reduce(
-        problem.chunks, problem.batch, tile_sums, _elements_per_row(layer)
+        problem.chunks, problem.batch, tile_sums, second_order_elements(problem, h)
     )
     quadratic = problem.quadratic
     blocks = HessianBlocks(
@@ -243,9 +243,23 @@ def _add_quadratic(blocks: HessianBlocks, problem: AttentionProblem) -> None:
         blocks.gram[:, i * d3 : (i + 1) * d3, i * d3 : (i + 1) * d3] += quadratic.gram
 
 
-def _elements_per_row(layer: Bilinear) -> int:
-    """Elements per query row of the widest intermediate of `_tile_sums`."""
-    h, d1, d2, d3, p = layer.heads, layer.d1, layer.d2, layer.d3, layer.p
-    return max(
-        h * d2 * p, h * d1 * d3, h * d2 * d3, d1 * p, h * d2 * d2, h * (h - 1) // 2 * d2 * d2
+def second_order_elements(problem: AttentionProblem, heads: int) -> int:
+    """Elements per query row of the widest intermediate of `second_order`."""
+    d1, d2, d3, p = problem.widths
+    h = heads
+    products = (
+        h * d2 * p,
+        h * d1 * d3,
+        h * d2 * d3,
+        d1 * p,
+        h * d2 * d2,
+        h * (h - 1) // 2 * d2 * d2,
     )
+    return max(*products, forward_elements(problem, h))
+
+
+def second_order_tile(problem: AttentionProblem, heads: int, copies: int = 1) -> int:
+    """Elements of the widest intermediate of `second_order`, for so many copies of the problem."""
+    per_row = second_order_elements(problem, heads)
+    rows = copies * max(chunk.weight.numel() for chunk in problem.chunks)
+    return max(per_row, min(TILE_ELEMENTS, rows * per_row))

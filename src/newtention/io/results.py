@@ -340,5 +340,5 @@ def _with_null(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_nan(row: Mapping[str, Any]) -> dict[str, Any]:
-    names = {field.name for field in fields(Record)}
+    names = {field.name for field in fields(Record)} - {"ratio"}
     return {name: math.nan if v is None and name in names else v for name, v in row.items()}

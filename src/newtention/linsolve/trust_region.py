@@ -151,7 +151,8 @@ def _update(
     middle = torch.maximum((low * high).sqrt(), low + 0.01 * (high - low))
     usable = ~failed & (proposal > low) & (proposal < high)
     # A step inside the ball with the proposal below the interval means lam = low may be interior.
-    at_floor = inside & (proposal <= low) & (low <= floor)
+    # Without a gradient there is no proposal, and the floor is the only candidate.
+    at_floor = inside & ((proposal <= low) | (norm == 0)) & (low <= floor)
     following = torch.where(usable, proposal, torch.where(at_floor, low, middle))
     return found, s, interior, low, high, following
 

@@ -22,21 +22,22 @@ another, so a batch gives the same answers as single solves.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from newtention.derivatives.gradient import data_loss
-from newtention.derivatives.hessian import second_order
 from newtention.linsolve.trust_region import TrustRegionStep, trust_region_step
-from newtention.newton.globalise import accepted, loss_noise, next_radius, ratio
+from newtention.newton.globalise import accepted, next_radius, ratio
+from newtention.newton.model import Model, Rows, curvature_unit, model_at
 from newtention.newton.stopping import converged, relative_decrement
-from newtention.newton.varpro import eliminate_output, project
+from newtention.newton.varpro import project
 from newtention.problem import AttentionProblem
 from newtention.solution import Record, Status
 
@@ -59,25 +60,6 @@ class Settings:
     max_iter: int
     gauss_newton_iterations: int = 10
     metric_floor: float = 1e-3
-
-
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """Tensors with the batch as first axis."""
-
-    def select(self, index: Tensor) -> Self:
-        """The members at `index`, which is increasing."""
-        if len(index) == len(getattr(self, fields(self)[0].name)):
-            return self
-        return type(self)(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
-
-    def merge(self, index: Tensor, part: Self) -> Self:
-        """These members with those at `index` replaced."""
-        merged = {}
-        for f in fields(self):
-            whole, new = getattr(self, f.name), getattr(part, f.name)
-            merged[f.name] = new if len(index) == len(whole) else whole.index_copy(0, index, new)
-        return type(self)(**merged)
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,19 +93,6 @@ class Taken(Rows):
 
 
 @dataclass(frozen=True, eq=False)
-class Model(Rows):
-    """Quadratic model of the projected loss in the scaled metric, s = root o dX."""
-
-    H: Float[Tensor, "b Nx Nx"]
-    g: Float[Tensor, "b Nx"]
-    root: Float[Tensor, "b Nx"]
-    loss: Float[Tensor, " b"]
-    gradient: Float[Tensor, " b"]
-    noise: Float[Tensor, " b"]
-    finite: Bool[Tensor, " b"]
-
-
-@dataclass(frozen=True, eq=False)
 class Iterate:
     """What `iterate` yields at each point.
 
@@ -149,15 +118,23 @@ def iterate(
     """
     began = time.perf_counter()
     energy = problem.target_energy()
+    unit = curvature_unit(problem, energy)
     members = _first_members(problem, X, Y)
     zero = torch.zeros_like(energy)
     taken = Taken(change=zero, step=zero, ratio=zero + torch.nan, trials=zero)
     active = torch.arange(problem.batch, device=X.device)
     factorisations = 0
     for iteration in range(settings.max_iter + 1):
-        part, model = _model_at(problem, members.select(active), energy, iteration, settings)
-        step = trust_region_step(model.H, model.g, part.radius, part.lam)
+        part = members.select(active)
+        if iteration in (settings.gauss_newton_iterations, settings.max_iter):
+            part = replace(part, full=torch.ones_like(part.full))
+        part, model, step = _look(problem, part, energy, unit, settings.metric_floor)
         factorisations += step.factorisations
+        idle = (step.decrease <= model.noise) & ~part.full
+        if bool(idle.any()):  # stationary for Gauss-Newton: the full Hessian must decide
+            part = replace(part, full=part.full | idle)
+            part, model, step = _look(problem, part, energy, unit, settings.metric_floor)
+            factorisations += step.factorisations
         decrement = relative_decrement(step.decrease, energy)
         part, ended = _tests(model, part, step, decrement, energy, settings.tol)
         if iteration == settings.max_iter:
@@ -177,9 +154,11 @@ def iterate(
             return
         if len(staying) < len(who):
             keep = torch.tensor(staying, device=X.device)
-            problem, active, energy = problem.take(keep), active[keep], energy[keep]
+            problem, active = problem.take(keep), active[keep]
+            energy, unit = energy[keep], unit[keep]
             part, model, step = part.select(keep), model.select(keep), step.select(keep)
         part, taken, factorisations = _take_step(problem, part, model, step)
+        del model, step  # or two Hessians would be alive while the next one is formed
         members = members.merge(active, part)
 
 
@@ -200,40 +179,18 @@ def _first_members(problem: AttentionProblem, X: Tensor, Y: Tensor) -> Members:
     )
 
 
-def _model_at(
+def _look(
     problem: AttentionProblem,
     at: Members,
     energy: Float[Tensor, " b"],
-    iteration: int,
-    settings: Settings,
-) -> tuple[Members, Model]:
-    """Derivatives at the members' points, Y eliminated, in the scaled metric."""
-    last = iteration == settings.max_iter
-    full = at.full | (last or iteration >= settings.gauss_newton_iterations)
-    share = None if bool(full.all()) else full.to(energy.dtype)
-    loss, GX, GY, blocks = second_order(problem, at.X, at.Y, share)
-    reduced = eliminate_output(blocks, GX, GY)
-    H, g = reduced.hessian, reduced.gradient
-    finite = torch.isfinite(H).flatten(1).all(1) & torch.isfinite(g).all(1) & torch.isfinite(loss)
-    if not bool(finite.all()):
-        H = torch.where(finite[:, None, None], H, torch.eye(H.shape[-1]).to(H))
-        g = torch.where(finite[:, None], g, 0.0)
-    diagonal = H.diagonal(dim1=1, dim2=2).abs()
-    metric = torch.maximum(diagonal, settings.metric_floor * diagonal.mean(1, keepdim=True))
-    root = torch.where(metric > 0, metric, torch.ones_like(metric)).sqrt()
-    data = loss - problem.quadratic.value(at.X, at.Y)
-    model = Model(
-        H / (root[:, :, None] * root[:, None, :]),
-        g / root,
-        root,
-        loss,
-        torch.linalg.vector_norm(g, dim=-1),
-        loss_noise(loss, data.clamp(min=0), energy),
-        finite,
-    )
-    length = _length(at.X, root)
-    first = torch.where(length > 0, FIRST_RADIUS * length, torch.ones_like(length))
-    return replace(at, full=full, radius=torch.where(at.radius > 0, at.radius, first)), model
+    unit: Float[Tensor, " b"],
+    metric_floor: float,
+) -> tuple[Members, Model, TrustRegionStep]:
+    """The model at the members' points and its step; sets the radius where there is none yet."""
+    model = model_at(problem, at.X, at.Y, at.full, energy, unit, metric_floor)
+    radius = torch.where(at.radius > 0, at.radius, FIRST_RADIUS * model.length)
+    step = trust_region_step(model.H, model.g, radius, at.lam)
+    return replace(at, radius=radius), model, step
 
 
 def _tests(
@@ -251,6 +208,8 @@ def _tests(
     stalled = at.stuck | (invisible & (decrement > 0.5 * at.invisible))
     least = torch.where(invisible, torch.minimum(at.invisible, decrement), torch.inf)
     ended: dict[int, Status] = {}
+    # A loss below its own rounding error cannot be lowered: the fit is exact.
+    done |= model.loss <= model.noise
     tests = ((~model.finite, Status.OVERFLOW), (done, Status.CONVERGED), (stalled, Status.STALLED))
     for test, status in tests:
         for i in test.nonzero()[:, 0].tolist():
@@ -275,7 +234,7 @@ def _record_rows(
         "model": ["newton" if full else "gauss-newton" for full in at.full.tolist()],
         "change": taken.change.tolist(),
         "step": taken.step.tolist(),
-        "ratio": taken.ratio.tolist(),
+        "ratio": [r if math.isfinite(r) else None for r in taken.ratio.tolist()],
         "trials": [int(n) for n in taken.trials.tolist()],
     }
     return [
@@ -289,12 +248,11 @@ def _take_step(
     """Try steps, the radius shrinking, until each member has moved; also count factorisations."""
     zero = torch.zeros_like(model.loss)
     taken = Taken(change=zero, step=zero, ratio=zero, trials=zero)
-    length = _length(at.X, model.root).clamp(min=torch.finfo(zero.dtype).tiny)
     pending = torch.arange(problem.batch, device=zero.device)
     sub, factorisations = problem, 0
     for trial in range(1, MAX_TRIALS + 1):
         moved, news, success = _try(sub, at.select(pending), model.select(pending), step)
-        news = replace(news, step=news.step / length[pending], trials=news.trials + trial)
+        news = replace(news, step=news.step / model.length[pending], trials=news.trials + trial)
         at, taken = at.merge(pending, moved), taken.merge(pending, news)
         if bool(success.all()):
             pending = pending[:0]
@@ -335,8 +293,3 @@ def _try(
         trials=zero,
     )
     return moved, news, success
-
-
-def _length(X: Tensor, root: Tensor) -> Float[Tensor, " b"]:
-    """Length of X in the scaled metric."""
-    return torch.linalg.vector_norm(X.flatten(1) * root, dim=-1)

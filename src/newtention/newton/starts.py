@@ -17,7 +17,7 @@ from newtention.chunks import Chunk, reduce
 from newtention.derivatives.gradient import forward_elements
 from newtention.problem import AttentionProblem
 
-START_SCALE = 1.0
+START_SCALE = 2.0
 """Default root mean square of the centred logits; see the module's measurement."""
 
 

@@ -1,0 +1,68 @@
+"""`python -m benchmarks --out DIR`: run the benchmarks, print tables, write JSON and charts."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch loads its OpenMP.  Threads that spin while they wait make everything ten or a hundred
+# times slower, for us and our rivals alike, when something else needs a core.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+from benchmarks import batch, charts, environment, head, hessian, planted, symmetric
+
+BENCHMARKS = {
+    "hessian": hessian,
+    "planted": planted,
+    "head": head,
+    "batch": batch,
+    "symmetric": symmetric,
+}
+
+
+def main() -> None:
+    """Parse the command line and run."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder for results.json and charts"
+    )
+    parser.add_argument("--quick", action="store_true", help="smaller cases, fewer repeats")
+    parser.add_argument("--only", action="append", choices=BENCHMARKS, help="may be repeated")
+    arguments = parser.parse_args()
+    environment.set_threads()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    size = "quick" if arguments.quick else "full"
+    for name in arguments.only or BENCHMARKS:
+        module = BENCHMARKS[name]
+        print(f"\n{name}: {module.__doc__.splitlines()[0]}", flush=True)
+        where = environment.describe()
+        began = time.perf_counter()
+        data = module.run(size)
+        record = {
+            "size": size,
+            "environment": where,
+            "load_average_after": list(os.getloadavg()),
+            "seconds": time.perf_counter() - began,
+            "data": data,
+        }
+        save(arguments.out / "results.json", name, record)
+        charts.CHARTS[name](data).savefig(arguments.out / f"{name}.png", dpi=150)
+        print(module.report(data), flush=True)
+    print(f"\nResults: {arguments.out}")
+
+
+def save(path: Path, name: str, record: dict) -> None:
+    """Put one benchmark's record into the file, beside those already there."""
+    known = json.loads(path.read_text()) if path.exists() else {}
+    known[name] = record
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(known, indent=1, allow_nan=False))
+    partial.replace(path)
+
+
+if __name__ == "__main__":
+    main()

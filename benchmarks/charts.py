@@ -1,0 +1,151 @@
+"""Charts of the results, one per benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks import batch, planted, symmetric
+
+OURS = "#c0392b"
+OTHERS = ("#2c3e50", "#2980b9", "#16a085", "#8e44ad", "#7f8c8d")
+FAINT = "#bdc3c7"
+
+
+def _figure(title: str, width: float = 7.0, height: float = 4.2) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_title(title, loc="left")
+    _plain(axes)
+    return figure, axes
+
+
+def _plain(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(True, which="major", color="#ecf0f1")
+    axes.set_axisbelow(True)
+
+
+def hessian_chart(data: dict) -> Figure:
+    """Seconds against width at the smallest n."""
+    figure, axes = _figure("One dense Hessian of attention regression")
+    n = min(case["n"] for case in data["cases"])
+    cases = [case for case in data["cases"] if case["n"] == n]
+    names = list(cases[0]["seconds"])
+    for name, colour in zip(names, (OURS, *OTHERS), strict=False):
+        known = [c for c in cases if name in c["seconds"]]
+        stats = [c["seconds"][name] for c in known]
+        middle = [s["median"] for s in stats]
+        bars = [
+            [s["median"] - s["lower"] for s in stats],
+            [s["upper"] - s["median"] for s in stats],
+        ]
+        axes.errorbar(
+            [c["d"] for c in known], middle, yerr=bars, marker="o", label=name, color=colour
+        )
+    axes.set(xlabel=f"width d (n = {n})", ylabel="seconds", yscale="log")
+    axes.legend(frameon=False)
+    return figure
+
+
+def planted_chart(data: dict) -> Figure:
+    """Seconds per method; a hollow arrow where no seed reached the tolerance in time."""
+    cases = data["cases"]
+    names = list(reversed(planted.METHODS))
+    figure = Figure(figsize=(4.2 * len(cases) + 2, 5.2), layout="constrained")
+    panels = figure.subplots(1, len(cases), sharey=True, squeeze=False)[0]
+    for axes, case in zip(panels, cases, strict=True):
+        _plain(axes)
+        axes.set_title(f"d = {case['d']}, {case['start']} start", loc="left")
+        for row, name in enumerate(names):
+            m = case["methods"][name]
+            colour = OURS if name == planted.OURS else OTHERS[0]
+            hits = m["reached"][planted.GOAL]
+            s = m["seconds"][planted.GOAL] if hits else m["spent"]
+            axes.plot([s["lower"], s["upper"]], [row, row], color=colour, linewidth=2)
+            fill = colour if hits else "white"
+            marker = "o" if hits else ">"
+            axes.plot(s["median"], row, marker, color=colour, markerfacecolor=fill)
+            axes.annotate(
+                f"{hits}/{m['seeds']}",
+                (1.0, row),
+                xycoords=("axes fraction", "data"),
+                ha="right",
+                va="bottom",
+                fontsize=7,
+                color=colour,
+            )
+        axes.set(xscale="log", xlabel="seconds to gradient norm 1e-8")
+    panels[0].set_yticks(range(len(names)), names)
+    return figure
+
+
+def head_chart(data: dict) -> Figure:
+    """Relative loss against seconds, one line per run."""
+    figure, axes = _figure("The packaged MiniLM head, 2048 unknowns")
+    rates = sorted({r["rate"] for r in data["adam"]})
+    colours = dict(zip(rates, OTHERS, strict=False))
+    longest = max(r["budget"] for r in data["adam"])
+    labelled = set()
+    for r in data["adam"]:
+        if r["budget"] == longest:
+            label = None if r["rate"] in labelled else f"Adam {r['rate']:g}"
+            labelled.add(r["rate"])
+            axes.plot(
+                *zip(*r["curve"], strict=True), color=colours[r["rate"]], linewidth=0.9, label=label
+            )
+    for i, r in enumerate(data["ours"]):
+        axes.plot(
+            *zip(*r["curve"], strict=True),
+            color=OURS,
+            linewidth=1.6,
+            label=None if i else "newtention",
+        )
+    axes.set(xscale="log", yscale="log", xlabel="seconds", ylabel="relative loss")
+    axes.legend(frameon=False)
+    return figure
+
+
+def _ratio_bars(title: str, label: str, names: list[str], stats: list[dict]) -> Figure:
+    figure, axes = _figure(title)
+    middle = [s["median"] for s in stats]
+    bars = [
+        [s["median"] - s["lower"] for s in stats],
+        [s["upper"] - s["median"] for s in stats],
+    ]
+    axes.bar(names, middle, yerr=bars, color=OURS, width=0.6, capsize=3)
+    axes.axhline(1.0, color=OTHERS[0], linewidth=0.8)
+    axes.set(ylabel=label)
+    return figure
+
+
+def batch_chart(data: dict) -> Figure:
+    """Speed-up of the batch."""
+    cases = data["cases"]
+    names = [f"{c['problems']} problems\nn {c['n']}, d {c['d']}" for c in cases]
+    stats = [c["ratios"][batch.SINGLE] for c in cases]
+    return _ratio_bars("Many small problems", "single solves / one batch", names, stats)
+
+
+def symmetric_chart(data: dict) -> Figure:
+    """Speed-up of the packed product."""
+    names = [f"{c['d']}" for c in data["cases"]]
+    stats = [c["ratios"][symmetric.WIDE] for c in data["cases"]]
+    n = data["cases"][0]["n"]
+    return _ratio_bars(
+        f"Symmetric halves in KR(A1, A1)^T M, by width d (n = {n})",
+        "full width / packed",
+        names,
+        stats,
+    )
+
+
+CHARTS: dict[str, Callable[[dict], Figure]] = {
+    "hessian": hessian_chart,
+    "planted": planted_chart,
+    "head": head_chart,
+    "batch": batch_chart,
+    "symmetric": symmetric_chart,
+}

@@ -1,0 +1,49 @@
+"""Each benchmark runs at toy size and returns plain data that tables and charts can read."""
+
+import importlib
+import json
+
+import pytest
+
+pytest.importorskip("torchmin", reason="the benchmarks' rivals are not installed")
+
+KEYS = {
+    "hessian": {"cases", "aim"},
+    "planted": {"n", "noise", "limits", "cases", "runs"},
+    "head": {"layout", "ours", "adam", "aim", "summary"},
+    "batch": {"cases"},
+    "symmetric": {"cases"},
+}
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_benchmark_runs_at_toy_size(name, tmp_path):
+    module = importlib.import_module(f"benchmarks.{name}")
+    charts = importlib.import_module("benchmarks.charts")
+    data = json.loads(json.dumps(module.run("toy"), allow_nan=False))
+    assert data.keys() == KEYS[name]
+    assert module.report(data)
+    chart = tmp_path / "chart.png"
+    charts.CHARTS[name](data).savefig(chart)
+    assert chart.stat().st_size > 0
+
+
+def test_threads_must_be_capped(monkeypatch):
+    from benchmarks import environment
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+    with pytest.raises(SystemExit, match="OPENBLAS_NUM_THREADS"):
+        environment.set_threads()
+
+
+def test_alternate_repeats_the_fast_and_spares_the_slow():
+    import time
+
+    from benchmarks.harness import alternate, ratios, spread
+
+    samples = alternate(
+        {"fast": lambda: None, "slow": lambda: time.sleep(0.02)}, repeats=5, patience=0.01
+    )
+    assert {name: len(times) for name, times in samples.items()} == {"fast": 5, "slow": 3}
+    assert ratios({"a": [1.0, 2.0], "b": [2.0, 6.0]}, "a") == {"b": spread([2.0, 3.0])}

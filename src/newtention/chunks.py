@@ -200,6 +200,13 @@ def _is_identity(chunk: Chunk, batch: int) -> bool:
     return chunk.owner.shape[0] == batch
 
 
+def contract(
+    left: Float[Tensor, "o s #h n a"], right: Float[Tensor, "o s #h n b"]
+) -> Float[Tensor, "o h a b"]:
+    """Sum of left^T right over sequences and rows."""
+    return (left.mT @ right).sum(1)
+
+
 def length_buckets(lengths: Sequence[tuple[int, int]], waste: float = 0.15) -> list[list[int]]:
     """Group sequences so that padding adds at most the fraction `waste` of the pairs.
 

@@ -24,8 +24,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from newtention.attention import score_gradient
-from newtention.chunks import Chunk, reduce
-from newtention.derivatives.gradient import tile_gradient, tile_loss
+from newtention.chunks import Chunk, contract, reduce
+from newtention.derivatives.gradient import tile_loss
 from newtention.layers import Bilinear, evaluate
 from newtention.problem import AttentionProblem
 
@@ -132,14 +132,16 @@ def _tile_sums(
     at = evaluate(tile, X, Y)
     A1, A2, A3 = tile.queries, tile.A2, tile.A3
     o, h = at.P.shape[0], at.P.shape[2]
-    d2, p = A2.shape[-1], at.V.shape[-1]
-    T = score_gradient(at.P, at.V, at.F, at.qC)
-    GX, GY = tile_gradient(at, T)
+    d2, p = A2.shape[-1], at.O.shape[-1]
+    V, R = at.heads.v, at.qC[:, :, None]
+    T = score_gradient(at.P, V, at.O, R)
+    GX = contract(A1[:, :, None], T @ A2[:, :, None])
+    GY = contract(at.attended, R)
 
     weight = tile.weight[:, :, None, :, None]
     mu = at.P @ A2[:, :, None]
     w = at.attended if A3 is not A2 else mu
-    Rho = at.P @ row_kronecker(A2[:, :, None], at.V) - row_kronecker(mu, at.F)
+    Rho = at.P @ row_kronecker(A2[:, :, None], V) - row_kronecker(mu, at.O)
     Rho_j = Rho.unflatten(-1, (d2, p))
 
     # H_xx within a head, packed; rows of the data are the contracted index throughout.
@@ -169,7 +171,7 @@ def _tile_sums(
         else:
             second = at.P @ row_kronecker(A2, A3)[:, :, None]
         Q = second - row_kronecker(mu, w)
-        qC = at.qC[:, :, 0] if share is None else at.qC[:, :, 0] * share.view(o, 1, 1, 1)
+        qC = at.qC if share is None else at.qC * share.view(o, 1, 1, 1)
         xy_residual = flat_rows(row_kronecker(A1, qC)).mT @ flat_heads(Q)
 
     wf = flat_heads(w)

@@ -9,7 +9,7 @@ out of reach are given the nearest rule they have.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,25 +21,28 @@ from torch import Tensor
 import newtention as nt
 
 
-@dataclass(frozen=True)
 class Task:
-    """A problem as peers see it: arrays for autograd, derivatives for scipy, the common start."""
+    """One sequence without mask, as peers see it, and the start common to all."""
 
-    problem: nt.AttentionProblem
-    A1: Tensor
-    A2: Tensor
-    A3: Tensor
-    B: Tensor
-    seed: int
-
-    def start(self) -> np.ndarray:
+    def __init__(self, problem: nt.AttentionProblem, seed: int) -> None:
+        (chunk,) = problem.chunks
+        self.problem = problem
+        self.A1, self.A2, self.A3, self.B = (
+            t[0, 0] for t in (chunk.A1, chunk.A2, chunk.A3, chunk.B)
+        )
+        self.derivatives = nt.to_scipy(problem, seed=seed)
+        self.start = self.derivatives.x0
         """The start that `solve` makes: X0 random, Y0 solved."""
-        return nt.to_scipy(self.problem, seed=self.seed).x0
 
-    def weights(self, flat):  # noqa: ANN001, ANN201 - an array or a tensor
+    def weights(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         """X and Y of a flat vector."""
-        d1, d2, d3, p = self.A1.shape[1], self.A2.shape[1], self.A3.shape[1], self.B.shape[1]
+        d1, d2, d3, p = self.problem.widths
         return flat[: d1 * d2].reshape(d1, d2), flat[d1 * d2 :].reshape(d3, p)
+
+    def gradient_norm(self, X: Tensor, Y: Tensor) -> float:
+        """2-norm of the gradient in the flat vector."""
+        GX, GY = nt.gradient(self.problem, X, Y)
+        return float(torch.sqrt(GX.square().sum() + GY.square().sum()))
 
     def loss(self, flat: Tensor) -> Tensor:
         """The loss for autograd, as a careful user would write it."""
@@ -57,10 +60,12 @@ class TimeUp(Exception):
 
 
 class Watch:
-    """Ends a run by an exception; remembers the last point and the point of the lowest loss."""
+    """Ends a run by an exception; notes when each tolerance is first met, and the best point."""
 
-    def __init__(self, limit: float, gtol: float) -> None:
-        self.gtol = gtol
+    def __init__(self, limit: float, gtols: Sequence[float]) -> None:
+        self.gtols = sorted(gtols, reverse=True)
+        self.gtol = self.gtols[-1]
+        self.times: dict[float, float] = {}
         self.began = time.perf_counter()
         self.deadline = self.began + limit
         self.best = np.inf
@@ -76,6 +81,9 @@ class Watch:
 
     def gradient(self, x: np.ndarray, norm: float) -> None:
         """Called after each evaluation of the gradient."""
+        for gtol in self.gtols[len(self.times) :]:
+            if norm <= gtol:
+                self.times[gtol] = time.perf_counter() - self.began
         if norm <= self.gtol:
             self.point = np.array(x)
             raise Reached
@@ -87,32 +95,31 @@ class Watch:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run: seconds taken, and the true loss and gradient norm where it ended."""
+    """One run: seconds to each tolerance reached and in all, loss and gradient at the end."""
 
     seconds: float
-    reached: bool
+    reached: dict[str, float]
     loss: float
     gradient: float
     iterations: int | None = None
 
 
-def run(peer: Callable[[Task, Watch, np.ndarray], int | None], task: Task, limit: float, gtol: float) -> Outcome:
-    """Run one peer; whatever it says, the verdict is our gradient at the point it ended at."""
-    start = task.start()
-    watch = Watch(limit, gtol)
+Peer = Callable[[Task, Watch, np.ndarray], int | None]
+
+
+def run(peer: Peer, task: Task, limit: float, gtols: Sequence[float]) -> Outcome:
+    """Run one peer; loss and gradient at the end are ours, whatever the peer says."""
+    watch = Watch(limit, gtols)
     iterations = None
     try:
-        iterations = peer(task, watch, start)
+        iterations = peer(task, watch, task.start.copy())
     except (Reached, TimeUp):
         pass
-    watch.stop()
-    assert watch.stopped is not None
-    x = start if watch.point is None else watch.point
-    GX, GY = nt.gradient(task.problem, *task.weights(x))
-    norm = float(np.hypot(np.linalg.norm(GX), np.linalg.norm(GY)))
-    # Gradients by another formula differ by rounding, so an autograd peer gets one per cent of room.
+    seconds = time.perf_counter() - watch.began
+    x = task.weights(torch.from_numpy(task.start if watch.point is None else watch.point))
+    reached = {f"{gtol:.0e}": t for gtol, t in watch.times.items()}
     return Outcome(
-        watch.stopped, norm <= 1.01 * gtol, nt.loss(task.problem, *task.weights(x)), norm, iterations
+        seconds, reached, nt.loss(task.problem, *x), task.gradient_norm(*x), iterations
     )
 
 
@@ -120,17 +127,21 @@ def newtention(task: Task, watch: Watch, start: np.ndarray) -> int:
     """Our solver.  The callback pays for one full gradient per iteration, which peers get free."""
 
     def check(progress: nt.Progress) -> None:
-        GX, GY = nt.gradient(task.problem, progress.X, progress.Y)
-        norm = float(np.hypot(np.linalg.norm(GX), np.linalg.norm(GY)))
-        watch.point = np.concatenate([progress.X.ravel(), progress.Y.ravel()])
-        if norm <= watch.gtol:
-            raise StopIteration
+        norm = task.gradient_norm(progress.X, progress.Y)
+        try:
+            watch.gradient(np.empty(0), norm)
+        except Reached:
+            raise StopIteration from None
 
-    limit = watch.deadline - watch.began
     solution = nt.solve(
-        task.problem, task.weights(start), tol=1e-15, max_iter=1000, max_seconds=limit, callback=check
+        task.problem,
+        task.weights(torch.from_numpy(start)),
+        tol=1e-15,
+        max_iter=1000,
+        max_seconds=watch.deadline - watch.began,
+        callback=check,
     )
-    watch.point = np.concatenate([solution.X.ravel(), solution.Y.ravel()])
+    watch.point = torch.cat([solution.X.flatten(), solution.Y.flatten()]).numpy()
     return solution.iterations
 
 
@@ -138,7 +149,7 @@ def scipy_with_ours(method: str, second: str | None) -> Callable:
     """A scipy method fed with our closed forms; second is "hess", "hessp" or None."""
 
     def peer(task: Task, watch: Watch, start: np.ndarray) -> int:
-        ours = nt.to_scipy(task.problem, seed=task.seed)
+        ours = task.derivatives
 
         def fun(x: np.ndarray) -> float:
             value = ours.fun(x)
@@ -169,26 +180,27 @@ def torchmin_autograd(method: str, **options: object) -> Callable:
 
     def peer(task: Task, watch: Watch, start: np.ndarray) -> int:
         def fun(x: Tensor) -> Tensor:
+            now = x.detach().numpy()
             value = task.loss(x)
-            watch.value(x.detach().numpy(), float(value.detach()))
+            watch.value(now, float(value.detach()))
+            if x.requires_grad:
+                # The first gradient after an evaluation is that of the loss; later ones belong to
+                # Hessian products.
+                def see(g: Tensor) -> None:
+                    handle.remove()
+                    watch.gradient(now, float(g.detach().norm()))
+
+                handle = x.register_hook(see)
             return value
 
-        def small(x: Tensor) -> bool:
-            with torch.enable_grad():
-                leaf = x.detach().requires_grad_()
-                (g,) = torch.autograd.grad(task.loss(leaf), leaf)
-            watch.gradient(x.numpy(), float(g.norm()))
-            return False
-
         settings = {"max_iter": 10**6, **options}
-        if method == "newton-exact":  # no gradient test of its own
-            settings |= {"xtol": 0.0, "callback": small}
+        if method == "newton-exact":
+            settings |= {"xtol": 0.0}
         elif method == "l-bfgs":
-            settings |= {"gtol": watch.gtol, "normp": 2, "xtol": 0.0, "gtd_tol": 0.0}
+            settings |= {"gtol": 0.0, "xtol": 0.0, "gtd_tol": 0.0}
         else:
             settings |= {"gtol": watch.gtol}
         result = torchmin.minimize(fun, torch.from_numpy(start), method, options=settings)
-        watch.point = result.x.numpy()
         return int(result.nit)
 
     return peer

@@ -71,7 +71,7 @@ class Run:
         try:
             for it in iterates:
                 self._note(it)
-                if self.callback is not None and it.records:
+                if self.callback is not None:
                     try:
                         self.callback(self._progress(it))
                     except StopIteration:
@@ -130,7 +130,7 @@ class Run:
         self.statuses |= it.ended
         for i, record in it.records.items():
             self.records[i].append(record)
-        if self.verbose and it.records:
+        if self.verbose:
             best = min(it.records.values(), key=lambda r: r.loss)
             print(table_row(best), flush=True)
 

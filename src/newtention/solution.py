@@ -42,22 +42,25 @@ _SENTENCES = {
 
 @dataclass(frozen=True)
 class Record:
-    """One iteration of one independent problem: the point, then the step taken from it.
+    """One point of a run, and the step that led to it.
 
-    loss: total loss at the point.
+    At the point:
+    loss: total loss.
     gradient: norm of the projected loss's gradient in X.
-    decrement: sqrt of the step's predicted decrease over 1/2 sum_j q_j ||B_j||^2; compared with
-        `tol` when the step is a full Newton step.
-    change: loss decrease by the step (0 for the last record).
-    step: length of the step relative to the length of X, both in the scaled metric.
-    ratio: actual over predicted decrease; NaN where no step was tried, or where it promised less
-        than rounding can show.
-    damping: multiplier of the metric in the Newton system (scaled to a unit diagonal).
-    radius: trust-region radius, in the scaled metric.
-    model: "gauss-newton" or "newton".
-    trials: steps tried, the accepted one included.
-    factorisations: Cholesky factorisations of the batch in this iteration.
+    decrement: sqrt of the next step's predicted decrease over 1/2 sum_j q_j ||B_j||^2; compared
+        with `tol` when that step is a full Newton step.
+    damping: multiplier of the metric for the next step (the Newton system is scaled to a unit
+        diagonal).
+    radius: trust-region radius for the next step, in the scaled metric.
+    model: "gauss-newton" or "newton", the curvature used here.
     seconds: since the start of the run.
+
+    Of the step (0, and NaN for the ratio, at the start):
+    change: decrease of the loss.
+    step: length relative to that of X, both in the scaled metric.
+    ratio: actual over predicted decrease; NaN where it promised less than rounding can show.
+    trials: steps tried, the accepted one included.
+    factorisations: Cholesky factorisations of the whole batch since the last record.
     """
 
     iteration: int

@@ -102,9 +102,9 @@ def saddle(d: int, n: int, seed: int = 0, dtype: torch.dtype = torch.float64) ->
 
     Keys (n, d) come in pairs a, -a and values (n, 1) are even in them, so at uniform attention
     Cov(a2, a3) = 0: the gradient in X vanishes, and so do the mixed block and the Gauss-Newton
-    matrix.  What is left is H_xx = sum_j C_j a1_j a1_j^T (x) Y Cov(a2 a2^T, a3).  Values grow with the
-    square of the keys' first coordinate and targets (n, 1) with the difference of squares of the
-    queries' first two, which gives both signs.  n is even, d at least 2.
+    matrix.  What is left is H_xx = sum_j C_j a1_j a1_j^T (x) Y Cov(a2 a2^T, a3).  Values grow with
+    the square of the keys' first coordinate and targets (n, 1) with the difference of squares of
+    the queries' first two, which gives both signs.  n is even, d at least 2.
     """
     if n % 2 or d < 2:
         raise ValueError(f"saddle needs an even n and d of at least 2; found n {n}, d {d}.")
@@ -117,7 +117,7 @@ def saddle(d: int, n: int, seed: int = 0, dtype: torch.dtype = torch.float64) ->
     Y = (B.mean() / A3.mean()).reshape(1, 1)
     A1, A2, A3, B, X, Y = (t.to(dtype) for t in (A1, A2, A3, B, X, Y))
     problem = AttentionProblem(A1, A2, A3, B)
-    return Specimen(problem, X, Y, loss(problem, X, Y))
+    return Specimen(problem, X, Y, float(loss(problem, X, Y)))
 
 
 def one_key(d: int, n: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Specimen:
@@ -133,7 +133,7 @@ def one_key(d: int, n: int, seed: int = 0, dtype: torch.dtype = torch.float64) -
     Y = A2.T @ B.mean(0, keepdim=True) / A2.square().sum()
     A1, A2, B, X, Y = (t.to(dtype) for t in (A1, A2, B, X, Y))
     problem = AttentionProblem(A1, A2, A2, B)
-    return Specimen(problem, X, Y, loss(problem, X, Y))
+    return Specimen(problem, X, Y, float(loss(problem, X, Y)))
 
 
 def duplicate_tokens(d: int, n: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Specimen:
@@ -215,7 +215,7 @@ def _specimen(
     drawn = _gaussian(generator, *F.shape).to(dtype)
     B = F + noise * F.square().mean().sqrt() * drawn if noise else F
     problem = AttentionProblem(A1, A2, A2, B)
-    return Specimen(problem, X, Y, loss(problem, X, Y))
+    return Specimen(problem, X, Y, float(loss(problem, X, Y)))
 
 
 def _gaussian(generator: torch.Generator, *shape: int) -> Tensor:

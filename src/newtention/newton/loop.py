@@ -25,7 +25,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from jaxtyping import Bool, Float
@@ -43,8 +43,6 @@ from newtention.solution import Record, Status
 MAX_TRIALS = 30
 FIRST_RADIUS = 0.5
 """First radius relative to the length of X0."""
-
-
 LITTLE_GAIN = 1e-3
 """A Gauss-Newton step that lowers the loss by less than this fraction ends that phase."""
 
@@ -64,13 +62,33 @@ class Settings:
 
 
 @dataclass(frozen=True, eq=False)
-class Members:
+class Rows:
+    """Tensors with the batch as first axis."""
+
+    def select(self, index: Tensor) -> Self:
+        """The members at `index`, which is increasing."""
+        if len(index) == len(getattr(self, fields(self)[0].name)):
+            return self
+        return type(self)(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
+
+    def merge(self, index: Tensor, part: Self) -> Self:
+        """These members with those at `index` replaced."""
+        merged = {}
+        for f in fields(self):
+            whole, new = getattr(self, f.name), getattr(part, f.name)
+            merged[f.name] = new if len(index) == len(whole) else whole.index_copy(0, index, new)
+        return type(self)(**merged)
+
+
+@dataclass(frozen=True, eq=False)
+class Members(Rows):
     """State of the members of a batch.
 
     radius: trust-region radius; 0 before the first iteration.
     lam: multiplier of the last subproblem, the first guess for the next.
     full: whether the full Hessian is used, rather than the Gauss-Newton matrix.
     invisible: least decrement since steps became too small for the loss to show; infinite before.
+    stuck: no trial step was accepted.
     """
 
     X: Float[Tensor, "b h d1 d2"]
@@ -79,45 +97,44 @@ class Members:
     lam: Float[Tensor, " b"]
     full: Bool[Tensor, " b"]
     invisible: Float[Tensor, " b"]
-
-    def select(self, index: Tensor) -> Members:
-        """The members at `index`."""
-        return Members(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
-
-    def merge(self, index: Tensor, part: Members) -> Members:
-        """These members with those at `index` replaced."""
-        merged = {}
-        for f in fields(self):
-            whole, new = getattr(self, f.name), getattr(part, f.name)
-            merged[f.name] = new if len(index) == len(whole) else whole.index_copy(0, index, new)
-        return Members(**merged)
+    stuck: Bool[Tensor, " b"]
 
 
 @dataclass(frozen=True, eq=False)
-class Iterate:
-    """What `iterate` yields after each iteration.
+class Taken(Rows):
+    """The last step of each member; see `Record` for the fields."""
 
-    members: the state of the whole batch.
-    records: this iteration's record of every member that took part.
-    ended: why, for the members that ended in this iteration.
-    """
-
-    members: Members
-    records: dict[int, Record]
-    ended: dict[int, Status]
+    change: Float[Tensor, " b"]
+    step: Float[Tensor, " b"]
+    ratio: Float[Tensor, " b"]
+    trials: Float[Tensor, " b"]
 
 
 @dataclass(frozen=True, eq=False)
-class Model:
+class Model(Rows):
     """Quadratic model of the projected loss in the scaled metric, s = root o dX."""
 
     H: Float[Tensor, "b Nx Nx"]
     g: Float[Tensor, "b Nx"]
     root: Float[Tensor, "b Nx"]
     loss: Float[Tensor, " b"]
-    gradient_norm: Float[Tensor, " b"]
+    gradient: Float[Tensor, " b"]
     noise: Float[Tensor, " b"]
     finite: Bool[Tensor, " b"]
+
+
+@dataclass(frozen=True, eq=False)
+class Iterate:
+    """What `iterate` yields at each point.
+
+    members: the state of the whole batch.
+    records: the record of every member that is still running or ends here.
+    ended: why, for the members that end here.
+    """
+
+    members: Members
+    records: dict[int, Record]
+    ended: dict[int, Status]
 
 
 def iterate(
@@ -126,123 +143,73 @@ def iterate(
     Y: Float[Tensor, "b h d3 p"],
     settings: Settings,
 ) -> Iterator[Iterate]:
-    """Run Newton's method until every member has ended, yielding at the start and each iteration.
+    """Run Newton's method until every member has ended, yielding at every point, the start first.
 
     (X, Y) is used as given if projecting Y would raise the loss, as only rounding can.
     """
     began = time.perf_counter()
     energy = problem.target_energy()
-    projected, projected_loss = project(problem, X, Y)
-    better = projected_loss <= data_loss(problem, X, Y) + problem.quadratic.value(X, Y)
+    members = _first_members(problem, X, Y)
     zero = torch.zeros_like(energy)
-    members = Members(
-        X,
-        torch.where(better[:, None, None, None], projected, Y),
-        radius=zero,
-        lam=zero,
-        full=torch.zeros_like(better),
-        invisible=zero + torch.inf,
-    )
-    yield Iterate(members, {}, {})
+    taken = Taken(change=zero, step=zero, ratio=zero + torch.nan, trials=zero)
     active = torch.arange(problem.batch, device=X.device)
-    sub = problem
+    factorisations = 0
     for iteration in range(settings.max_iter + 1):
-        part, rows, ended = _iteration(
-            sub, members.select(active), energy[active], iteration, settings
-        )
+        part, model = _model_at(problem, members.select(active), energy, iteration, settings)
+        step = trust_region_step(model.H, model.g, part.radius, part.lam)
+        factorisations += step.factorisations
+        decrement = relative_decrement(step.decrease, energy)
+        part, ended = _tests(model, part, step, decrement, energy, settings.tol)
+        if iteration == settings.max_iter:
+            ended = dict.fromkeys(range(problem.batch), Status.ITERATION_LIMIT) | ended
         members = members.merge(active, part)
+        rows = _record_rows(model, part, taken, step, decrement)
         who = active.tolist()
-        seconds = time.perf_counter() - began
+        now = time.perf_counter() - began
         records = {
-            k: Record(iteration=iteration, seconds=seconds, **row)
+            k: Record(iteration=iteration, seconds=now, factorisations=factorisations, **row)
             for k, row in zip(who, rows, strict=True)
         }
         yield Iterate(members, records, {who[i]: status for i, status in ended.items()})
+
         staying = [i for i in range(len(who)) if i not in ended]
         if not staying:
             return
         if len(staying) < len(who):
             keep = torch.tensor(staying, device=X.device)
-            sub, active = sub.take(keep), active[keep]
+            problem, active, energy = problem.take(keep), active[keep], energy[keep]
+            part, model, step = part.select(keep), model.select(keep), step.select(keep)
+        part, taken, factorisations = _take_step(problem, part, model, step)
+        members = members.merge(active, part)
 
 
-def _iteration(
+def _first_members(problem: AttentionProblem, X: Tensor, Y: Tensor) -> Members:
+    """The start, Y solved for X."""
+    projected, projected_loss = project(problem, X, Y)
+    better = projected_loss <= data_loss(problem, X, Y) + problem.quadratic.value(X, Y)
+    zero = torch.zeros_like(projected_loss)
+    no = torch.zeros_like(better)
+    return Members(
+        X,
+        torch.where(better[:, None, None, None], projected, Y),
+        radius=zero,
+        lam=zero,
+        full=no,
+        invisible=zero + torch.inf,
+        stuck=no,
+    )
+
+
+def _model_at(
     problem: AttentionProblem,
     at: Members,
     energy: Float[Tensor, " b"],
     iteration: int,
     settings: Settings,
-) -> tuple[Members, list[dict[str, Any]], dict[int, Status]]:
-    """One iteration of the active members: new state, fields of their records, who ended."""
+) -> tuple[Members, Model]:
+    """Derivatives at the members' points, Y eliminated, in the scaled metric."""
     last = iteration == settings.max_iter
     full = at.full | (last or iteration >= settings.gauss_newton_iterations)
-    model = _model(problem, at, full, energy, settings.metric_floor)
-    length = torch.linalg.vector_norm(at.X.flatten(1) * model.root, dim=-1)
-    first = torch.where(length > 0, FIRST_RADIUS * length, torch.ones_like(length))
-    at = replace(at, full=full, radius=torch.where(at.radius > 0, at.radius, first))
-
-    step = trust_region_step(model.H, model.g, at.radius, at.lam)
-    decrement = relative_decrement(step.decrease, energy)
-    at, ended = _ended(model, at, step, decrement, energy, settings.tol)
-    if last:
-        ended |= {i: Status.ITERATION_LIMIT for i in range(problem.batch) if i not in ended}
-    log = {
-        "loss": model.loss,
-        "gradient": model.gradient_norm,
-        "decrement": decrement,
-        "damping": step.lam.clone(),
-        "radius": at.radius,
-        "change": torch.zeros_like(decrement),
-        "step": torch.zeros_like(decrement),
-        "ratio": torch.full_like(decrement, torch.nan),
-        "trials": torch.zeros_like(decrement),
-    }
-    factorisations = step.factorisations
-
-    pending = torch.tensor(
-        [i for i in range(problem.batch) if i not in ended], dtype=torch.int64
-    ).to(at.X.device)
-    step = step.select(pending)
-    for trial in range(1, MAX_TRIALS + 1):
-        if not len(pending):
-            break
-        everyone = len(pending) == problem.batch
-        sub = problem if everyone else problem.take(pending)
-        moved, taken, news = _try(sub, at.select(pending), model, step, pending)
-        at = at.merge(pending, moved)
-        for name, value in news.items():
-            log[name][pending] = value
-        log["step"][pending] /= length[pending].clamp(min=torch.finfo(length.dtype).tiny)
-        log["damping"][pending] = step.lam
-        log["trials"][pending] = float(trial)
-        pending = pending[~taken]
-        if len(pending):
-            step = trust_region_step(
-                model.H[pending], model.g[pending], at.radius[pending], at.lam[pending]
-            )
-            factorisations += step.factorisations
-    ended |= {i: Status.STALLED for i in pending.tolist()}
-    little = log["change"] <= LITTLE_GAIN * model.loss
-    at = replace(at, full=at.full | little)
-
-    columns = {name: value.tolist() for name, value in log.items()}
-    columns["trials"] = [int(n) for n in columns["trials"]]
-    columns["model"] = ["newton" if f else "gauss-newton" for f in full.tolist()]
-    columns["factorisations"] = [factorisations] * problem.batch
-    rows = [
-        dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
-    ]
-    return at, rows, ended
-
-
-def _model(
-    problem: AttentionProblem,
-    at: Members,
-    full: Bool[Tensor, " b"],
-    energy: Float[Tensor, " b"],
-    metric_floor: float,
-) -> Model:
-    """Derivatives at the members' points, Y eliminated, in the scaled metric."""
     share = None if bool(full.all()) else full.to(energy.dtype)
     loss, GX, GY, blocks = second_order(problem, at.X, at.Y, share)
     reduced = eliminate_output(blocks, GX, GY)
@@ -252,10 +219,10 @@ def _model(
         H = torch.where(finite[:, None, None], H, torch.eye(H.shape[-1]).to(H))
         g = torch.where(finite[:, None], g, 0.0)
     diagonal = H.diagonal(dim1=1, dim2=2).abs()
-    metric = torch.maximum(diagonal, metric_floor * diagonal.mean(1, keepdim=True))
+    metric = torch.maximum(diagonal, settings.metric_floor * diagonal.mean(1, keepdim=True))
     root = torch.where(metric > 0, metric, torch.ones_like(metric)).sqrt()
     data = loss - problem.quadratic.value(at.X, at.Y)
-    return Model(
+    model = Model(
         H / (root[:, :, None] * root[:, None, :]),
         g / root,
         root,
@@ -264,9 +231,12 @@ def _model(
         loss_noise(loss, data.clamp(min=0), energy),
         finite,
     )
+    length = _length(at.X, root)
+    first = torch.where(length > 0, FIRST_RADIUS * length, torch.ones_like(length))
+    return replace(at, full=full, radius=torch.where(at.radius > 0, at.radius, first)), model
 
 
-def _ended(
+def _tests(
     model: Model,
     at: Members,
     step: TrustRegionStep,
@@ -274,46 +244,99 @@ def _ended(
     energy: Float[Tensor, " b"],
     tol: float,
 ) -> tuple[Members, dict[int, Status]]:
-    """Tests before the step; steps that the loss cannot show must at least halve the decrement."""
+    """Who ends here.  Steps that the loss cannot show must at least halve the decrement."""
     scaled_gradient = relative_decrement(0.5 * model.g.square().sum(-1), energy)
     done = converged(decrement, scaled_gradient, step.interior, at.full, tol)
     invisible = (step.decrease <= model.noise) & step.interior & at.full
-    stalled = invisible & (decrement > 0.5 * at.invisible) & ~done
+    stalled = at.stuck | (invisible & (decrement > 0.5 * at.invisible))
     least = torch.where(invisible, torch.minimum(at.invisible, decrement), torch.inf)
-    ended = {i: Status.OVERFLOW for i in (~model.finite).nonzero()[:, 0].tolist()}
-    for test, status in ((done, Status.CONVERGED), (stalled, Status.STALLED)):
+    ended: dict[int, Status] = {}
+    tests = ((~model.finite, Status.OVERFLOW), (done, Status.CONVERGED), (stalled, Status.STALLED))
+    for test, status in tests:
         for i in test.nonzero()[:, 0].tolist():
             ended.setdefault(i, status)
     return replace(at, invisible=least), ended
 
 
-def _try(
-    problem: AttentionProblem,
-    at: Members,
+def _record_rows(
     model: Model,
+    at: Members,
+    taken: Taken,
     step: TrustRegionStep,
-    pending: Tensor,
-) -> tuple[Members, Bool[Tensor, " b"], dict[str, Tensor]]:
-    """Try one step of the pending members: their new state, who moved, and what to log."""
-    loss, noise = model.loss[pending], model.noise[pending]
-    X = at.X + (step.step / model.root[pending]).view_as(at.X)
-    Y, new_loss = project(problem, X, at.Y)
-    change = loss - new_loss
+    decrement: Float[Tensor, " b"],
+) -> list[dict[str, Any]]:
+    """Fields of the members' records."""
+    columns: dict[str, list[Any]] = {
+        "loss": model.loss.tolist(),
+        "gradient": model.gradient.tolist(),
+        "decrement": decrement.tolist(),
+        "damping": step.lam.tolist(),
+        "radius": at.radius.tolist(),
+        "model": ["newton" if full else "gauss-newton" for full in at.full.tolist()],
+        "change": taken.change.tolist(),
+        "step": taken.step.tolist(),
+        "ratio": taken.ratio.tolist(),
+        "trials": [int(n) for n in taken.trials.tolist()],
+    }
+    return [
+        dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
+    ]
+
+
+def _take_step(
+    problem: AttentionProblem, at: Members, model: Model, step: TrustRegionStep
+) -> tuple[Members, Taken, int]:
+    """Try steps, the radius shrinking, until each member has moved; also count factorisations."""
+    zero = torch.zeros_like(model.loss)
+    taken = Taken(change=zero, step=zero, ratio=zero, trials=zero)
+    length = _length(at.X, model.root).clamp(min=torch.finfo(zero.dtype).tiny)
+    pending = torch.arange(problem.batch, device=zero.device)
+    sub, factorisations = problem, 0
+    for trial in range(1, MAX_TRIALS + 1):
+        moved, news, success = _try(sub, at.select(pending), model.select(pending), step)
+        news = replace(news, step=news.step / length[pending], trials=news.trials + trial)
+        at, taken = at.merge(pending, moved), taken.merge(pending, news)
+        if bool(success.all()):
+            pending = pending[:0]
+            break
+        pending = pending[~success]
+        sub = problem.take(pending)
+        rest = model.select(pending)
+        step = trust_region_step(rest.H, rest.g, at.radius[pending], at.lam[pending])
+        factorisations += step.factorisations
+    stuck = torch.zeros_like(at.stuck).index_fill(0, pending, True)
+    little = taken.change <= LITTLE_GAIN * model.loss
+    return replace(at, full=at.full | little, stuck=stuck), taken, factorisations
+
+
+def _try(
+    problem: AttentionProblem, at: Members, model: Model, step: TrustRegionStep
+) -> tuple[Members, Taken, Bool[Tensor, " b"]]:
+    """Try one step: the members' new state, what to record, and who moved."""
+    X = at.X + (step.step / model.root).view_as(at.X)
+    Y, loss = project(problem, X, at.Y)
+    change = model.loss - loss
     gain = ratio(change, step.decrease)
-    taken = accepted(change, step.decrease, noise)
+    success = accepted(change, step.decrease, model.noise)
+    invisible = success & (step.decrease <= model.noise)
     norm = torch.linalg.vector_norm(step.step, dim=-1)
-    invisible = taken & (step.decrease <= noise)
     moved = replace(
         at,
-        X=torch.where(taken[:, None, None, None], X, at.X),
-        Y=torch.where(taken[:, None, None, None], Y, at.Y),
+        X=torch.where(success[:, None, None, None], X, at.X),
+        Y=torch.where(success[:, None, None, None], Y, at.Y),
         radius=next_radius(at.radius, norm, gain, invisible),
         lam=step.lam,
     )
     zero = torch.zeros_like(change)
-    news = {
-        "change": torch.where(taken, change, zero),
-        "step": torch.where(taken, norm, zero),
-        "ratio": torch.where(invisible, torch.nan, gain),
-    }
-    return moved, taken, news
+    news = Taken(
+        change=torch.where(success, change, zero),
+        step=torch.where(success, norm, zero),
+        ratio=torch.where(invisible, torch.nan, gain),
+        trials=zero,
+    )
+    return moved, news, success
+
+
+def _length(X: Tensor, root: Tensor) -> Float[Tensor, " b"]:
+    """Length of X in the scaled metric."""
+    return torch.linalg.vector_norm(X.flatten(1) * root, dim=-1)

@@ -63,7 +63,7 @@ def eliminate_output(blocks: HessianBlocks, GX: Tensor, GY: Tensor) -> Reduced:
     k, p = blocks.gram.shape[-1], blocks.layer.p
     root = gram_inverse(blocks.gram).root
     # H_yy^+ = (root root^T) (x) I_p; Z = H_xy (root (x) I_p).
-    Z = (blocks.xy.view(b, nx, k, p).transpose(2, 3) @ root[:, None]).reshape(b, nx, p * k)
+    Z = (blocks.xy.view(b, nx, k, p).mT.reshape(b, nx * p, k) @ root).view(b, nx, p * k)
     y = (GY.reshape(b, k, p).mT @ root).reshape(b, p * k, 1)
     gradient = GX.flatten(1) - (Z @ y)[..., 0]
     return Reduced(gradient, torch.baddbmm(blocks.xx, Z, Z.mT, alpha=-1))

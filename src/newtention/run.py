@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from newtention.derivatives.gradient import data_loss
+from newtention.layers import Bilinear
 from newtention.newton.loop import Iterate, Members
 from newtention.notation import Array
 from newtention.problem import AttentionProblem
@@ -91,7 +92,8 @@ class Run:
         assert self.members is not None
         assert self.start is not None
         X, Y = self.members.X, self.members.Y
-        data = data_loss(self.problem, X, Y)
+        layer = Bilinear(X.shape[1], *self.problem.widths)
+        data = data_loss(self.problem, layer, layer.pack(X, Y))
         penalty = self.problem.quadratic.value(X, Y)
         energy = self.problem.target_energy()
         relative = torch.where(

@@ -26,7 +26,7 @@ from torch import Tensor
 from newtention.attention import score_gradient
 from newtention.chunks import Chunk, contract, reduce
 from newtention.derivatives.gradient import tile_loss
-from newtention.layers import Bilinear, evaluate
+from newtention.layers import Bilinear, Evaluation, evaluate
 from newtention.problem import AttentionProblem
 
 
@@ -82,12 +82,13 @@ def second_order(
     """
     h = X.shape[1]
     layer = Bilinear(h, *problem.widths)
+    theta = layer.pack(X, Y)
     upper = _Upper(layer, X.device)
     full = residual_share is None or bool((residual_share != 0).any())
 
     def tile_sums(tile: Chunk) -> tuple[Tensor, ...]:
         share = None if residual_share is None else tile.of(residual_share)
-        return _tile_sums(tile, X, Y, share, full, upper)
+        return _tile_sums(evaluate(tile, layer, theta), share, full, upper)
 
     loss, GX, GY, xx, cross, xy, xy_residual, gram = reduce(
         problem.chunks, problem.batch, tile_sums, _elements_per_row(layer)
@@ -122,14 +123,9 @@ def _packed_positions(i: Tensor, j: Tensor, d: int) -> Int[Tensor, " dd"]:
 
 
 def _tile_sums(
-    tile: Chunk,
-    X: Tensor,
-    Y: Tensor,
-    share: Float[Tensor, " o"] | None,
-    full: bool,
-    upper: _Upper,
+    at: Evaluation, share: Float[Tensor, " o"] | None, full: bool, upper: _Upper
 ) -> tuple[Tensor, ...]:
-    at = evaluate(tile, X, Y)
+    tile = at.tile
     A1, A2, A3 = tile.queries, tile.A2, tile.A3
     o, h = at.P.shape[0], at.P.shape[2]
     d2, p = A2.shape[-1], at.O.shape[-1]
@@ -157,7 +153,7 @@ def _tile_sums(
     xx = flat_rows(A1A1).mT @ flat_heads(M)
 
     # H_xx between heads: Gauss-Newton only, symmetric in A1 but not in A2.
-    pairs = torch.combinations(torch.arange(h, device=X.device))
+    pairs = torch.combinations(torch.arange(h, device=A1.device))
     between = (weight[..., None] * Rho_j)[:, :, pairs[:, 0]] @ Rho_j[:, :, pairs[:, 1]].mT
     cross = flat_rows(A1A1).mT @ flat_heads(between.flatten(-2))
 

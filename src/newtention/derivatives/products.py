@@ -48,9 +48,7 @@ def hessian_product(
         parts = [tile_product(at, layer, theta, directions[:, i]) for i in range(count)]
         return (torch.stack(parts, 1),)
 
-    (product,) = reduce(
-        problem.chunks, problem.batch, tile_sums, forward_elements(problem, layer)
-    )
+    (product,) = reduce(problem.chunks, problem.batch, tile_sums, forward_elements(problem, layer))
     curvature = penalty(problem, layer).curvature
     return product + torch.stack([curvature(directions[:, i]) for i in range(count)], 1)
 
@@ -100,7 +98,5 @@ def _hessian_tile(
         dk_t = dS_t.mT @ q + dS.mT @ q_t
     dv_t = P_t.mT @ dO + at.P.mT @ dO_t
     product = layer.qkv_transposed(at.tile, Heads(dq_t, dk_t, dv_t))
-    for O, r in ((O_t, R), (at.O, R_t)):
-        own = layer.mix_gradient(at.tile, O, r)
-        product = product if own is None else product + own
-    return product
+    own = layer.mix_gradient_tangent(at.tile, at.O, O_t, R, R_t)
+    return product if own is None else product + own

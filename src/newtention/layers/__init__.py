@@ -5,12 +5,14 @@ from newtention.layers.bilinear import Bilinear
 from newtention.layers.evaluation import Evaluation, evaluate, weights_of_heads
 from newtention.layers.factored import Factored
 from newtention.layers.rotary import Rotary
+from newtention.layers.values import FactoredAttention
 
 __all__ = [
     "Bilinear",
     "Block",
     "Evaluation",
     "Factored",
+    "FactoredAttention",
     "Heads",
     "Parametrisation",
     "Rotary",

@@ -42,13 +42,16 @@ class Heads(NamedTuple):
     v: Float[Tensor, "o s h m f"]
 
 
+@dataclass(frozen=True)
 class Parametrisation(ABC):
-    """Shapes of a layer; holds no weights.  Final subclasses: `Bilinear`, `Factored`."""
+    """Shapes of a layer; holds no weights.  Final subclasses: `Bilinear`, `Factored`.
+
+    heads: query heads h.
+    fixed_keys: whether the keys do not depend on the weights.
+    """
 
     heads: int
-    """Query heads."""
     fixed_keys: ClassVar[bool] = False
-    """Whether the keys do not depend on the weights."""
 
     @property
     @abstractmethod
@@ -100,11 +103,24 @@ class Parametrisation(ABC):
         self, tile: Chunk, direction: Float[Tensor, "b N"], R: Float[Tensor, "o s n p"]
     ) -> Float[Tensor, "o s h n f"] | None:
         """Derivative of `mix_transposed` along a direction of theta; None if the mix has no
-        weights."""
+        weights.
+        """
 
     @abstractmethod
     def mix_gradient(
         self, tile: Chunk, O: Float[Tensor, "o s h n f"], R: Float[Tensor, "o s n p"]
     ) -> Float[Tensor, "o N"] | None:
         """Gradient in theta of <mix(theta, O), R> at fixed O, summed over the tile's sequences;
-        None if the mix has no weights."""
+        None if the mix has no weights.
+        """
+
+    @abstractmethod
+    def mix_gradient_tangent(
+        self,
+        tile: Chunk,
+        O: Float[Tensor, "o s h n f"],
+        O_t: Float[Tensor, "o s h n f"],
+        R: Float[Tensor, "o s n p"],
+        R_t: Float[Tensor, "o s n p"],
+    ) -> Float[Tensor, "o N"] | None:
+        """Tangent of `mix_gradient` when O and R move along O_t and R_t."""

@@ -1,8 +1,9 @@
-"""The paper's parametrisation: per head h, q = scale A1 X_h, k = A2, v = A3 Y_h; the heads add up."""
+"""The paper's form: per head h, q = scale A1 X_h, k = A2, v = A3 Y_h; the heads add up."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -16,9 +17,8 @@ from newtention.layers.base import Block, Heads, Parametrisation
 class Bilinear(Parametrisation):
     """Shapes of X (h, d1, d2) and Y (h, d3, p), and their place in the flat vector."""
 
-    fixed_keys = True
+    fixed_keys: ClassVar[bool] = True
 
-    heads: int
     d1: int
     d2: int
     d3: int
@@ -98,6 +98,17 @@ class Bilinear(Parametrisation):
         """No gradient: the mix has no weights."""
         return None
 
+    def mix_gradient_tangent(
+        self,
+        tile: Chunk,
+        O: Float[Tensor, "o s h n f"],
+        O_t: Float[Tensor, "o s h n f"],
+        R: Float[Tensor, "o s n p"],
+        R_t: Float[Tensor, "o s n p"],
+    ) -> None:
+        """No gradient: the mix has no weights."""
+        return None
+
     def pack(
         self, X: Float[Tensor, "b h d1 d2"], Y: Float[Tensor, "b h d3 p"]
     ) -> Float[Tensor, "b N"]:
@@ -113,5 +124,3 @@ class Bilinear(Parametrisation):
             theta[:, :nx].view(b, self.heads, self.d1, self.d2),
             theta[:, nx:].view(b, self.heads, self.d3, self.p),
         )
-
-

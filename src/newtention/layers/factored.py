@@ -12,7 +12,6 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -29,9 +28,9 @@ class Factored(Parametrisation):
     d1, d2, d3, p: widths of query, key and value tokens and of the output.
     e: width of queries and keys per head.  f: width of values per head.
     qk_bias, v_bias, out_bias: whether b_Q and b_K, b_V, b_O exist.
+    scale: of the logits, beside the problem's own.
     """
 
-    heads: int
     kv_heads: int
     d1: int
     d2: int
@@ -42,6 +41,7 @@ class Factored(Parametrisation):
     qk_bias: bool = False
     v_bias: bool = False
     out_bias: bool = False
+    scale: float = 1.0
     rotary: Rotary | None = None
 
     @cached_property
@@ -83,7 +83,7 @@ class Factored(Parametrisation):
     def qkv(self, tile: Chunk, theta: Float[Tensor, "b N"]) -> Heads:
         """Queries, keys and values; keys and values repeated for the query heads of their group."""
         w = {name: tile.of(t) for name, t in self.unpack(theta).items()}
-        q = self._turn(self._affine(tile.A1, w, "Q"), tile.mask.first_row) * tile.scale
+        q = self._turn(self._affine(tile.A1, w, "Q"), tile.mask.first_row) * self._scale(tile)
         k = self._turn(self._affine(tile.A2, w, "K"))
         return Heads(q, self._repeat(k), self._repeat(self._affine(tile.A3, w, "V")))
 
@@ -94,7 +94,7 @@ class Factored(Parametrisation):
     def qkv_transposed(self, tile: Chunk, gradients: Heads) -> Float[Tensor, "o N"]:
         """Rotated back, groups summed, contracted with the tokens; biases are column sums."""
         assert gradients.k is not None
-        dq = self._turn(gradients.q * tile.scale, tile.mask.first_row, back=True)
+        dq = self._turn(gradients.q * self._scale(tile), tile.mask.first_row, back=True)
         dk = self._turn(self._sum_groups(gradients.k), back=True)
         dv = self._sum_groups(gradients.v)
         parts = {}
@@ -141,6 +141,21 @@ class Factored(Parametrisation):
         """(O_h^T R, column sums of R)."""
         parts = {"W_O": (O.mT @ R[:, :, None]).sum(1), "b_O": R.sum((1, 2))}
         return self.pack(parts, R)
+
+    def mix_gradient_tangent(
+        self,
+        tile: Chunk,
+        O: Float[Tensor, "o s h n f"],
+        O_t: Float[Tensor, "o s h n f"],
+        R: Float[Tensor, "o s n p"],
+        R_t: Float[Tensor, "o s n p"],
+    ) -> Float[Tensor, "o N"]:
+        """(O_t^T R + O^T R_t per head, column sums of R_t)."""
+        W_O = (O_t.mT @ R[:, :, None] + O.mT @ R_t[:, :, None]).sum(1)
+        return self.pack({"W_O": W_O, "b_O": R_t.sum((1, 2))}, R)
+
+    def _scale(self, tile: Chunk) -> float:
+        return tile.scale * self.scale
 
     def _affine(self, tokens: Tensor, w: dict[str, Tensor], name: str) -> Tensor:
         out = tokens[:, :, None] @ w["W_" + name][:, None]

@@ -1,4 +1,4 @@
-"""Rotary positions (Su et al. 2021): each pair of features is turned by position times a frequency."""
+"""Rotary positions (Su et al. 2021): pairs of features turned by position times a frequency."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Rotary:
     """Pair i of a head of width e turns by position * base^(-2 i / e).
 
     base: 10,000 in the paper, larger for long contexts.
-    pairing: "halves" pairs feature i with i + e/2 (Llama, NeoX); "neighbours" pairs 2 i with 2 i + 1
-        (RoFormer, GPT-J).
+    pairing: "halves" pairs feature i with i + e/2 (Llama, NeoX); "neighbours" pairs 2 i with
+        2 i + 1 (RoFormer, GPT-J).
     """
 
     base: float = 10_000.0

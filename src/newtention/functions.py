@@ -84,7 +84,9 @@ class Hessian:
         return f"Hessian({layer.size} x {layer.size}: X {layer.size_x}, Y {layer.size_y})"
 
 
-def hessian(problem: AttentionProblem, X: ArrayLike, Y: ArrayLike, kind: Kind = "full") -> Hessian:
+def hessian(
+    problem: AttentionProblem, X: Point, Y: ArrayLike | None = None, kind: Kind = "full"
+) -> Hessian:
     """Exact Hessian of the total loss, in closed form.
 
     Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,7 +183,7 @@ class FactoredAttention:
     def _names(self) -> tuple[str, ...]:
         return tuple(n for n in _BLOCKS if getattr(self, n) is not None)
 
-    def _parametrisation(self, w: dict[str, Tensor]) -> Factored:
+    def _parametrisation(self, w: Mapping[str, Array]) -> Factored:
         if ("b_Q" in w) != ("b_K" in w):
             raise ValueError("b_Q and b_K must be given together.")
         (h, d1, e), (g, d2, _), (_, d3, f) = (w[n].shape for n in ("W_Q", "W_K", "W_V"))

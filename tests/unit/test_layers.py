@@ -281,7 +281,7 @@ def test_bad_layers_are_refused(change, message):
         nt.FactoredAttention(**{n: getattr(layer, n) for n in names} | change)
 
 
-def test_bad_uses_are_refused():
+def test_bad_uses_are_refused(unchecked):
     layer, problem, *_ = case("biases")
     with pytest.raises(ValueError, match="Y must be left out"):
         nt.loss(problem, layer, torch.zeros(3, 7))

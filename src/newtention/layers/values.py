@@ -92,7 +92,7 @@ class FactoredAttention:
         return FactoredAttention(**parts, scale=self.scale, rotary=self.rotary)
 
     @classmethod
-    def from_torch(cls, module: nn.MultiheadAttention) -> FactoredAttention:
+    def from_torch(cls, module: nn.Module) -> FactoredAttention:
         """The layer of a ``torch.nn.MultiheadAttention``, in its own dtype and device.
 
         Raises:

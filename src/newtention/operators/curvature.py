@@ -90,8 +90,7 @@ class CurvatureOperator:
             def _matvec(self, x: np.ndarray) -> np.ndarray:
                 return np.asarray(operator @ np.asarray(x).reshape(-1))
 
-            def _adjoint(self) -> Products:
-                return self
+            _rmatvec, _rmatmat = _matvec, _matmat
 
         return Products(np.float64 if self.dtype == torch.float64 else np.float32, self.shape)
 

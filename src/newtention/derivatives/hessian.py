@@ -144,8 +144,7 @@ def _tile_sums(
     M = (weight[..., None] * Rho_j @ Rho_j.mT)[..., upper.b, upper.b2]
     A2A2 = A2[..., upper.b] * A2[..., upper.b2]
     if full:
-        share_ = 1.0 if share is None else share.view(o, 1, 1, 1, 1)
-        Tr = T * share_
+        Tr = T if share is None else T * share.view(o, 1, 1, 1, 1)
         t = Tr @ A2[:, :, None]
         M = M + Tr @ A2A2[:, :, None]
         M -= mu[..., upper.b] * t[..., upper.b2] + t[..., upper.b] * mu[..., upper.b2]

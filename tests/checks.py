@@ -13,6 +13,7 @@ import torch
 import newtention as nt
 from newtention import reference
 from newtention.derivatives.products import hessian_product
+from newtention.layers import Bilinear
 from newtention.weights import as_weights
 from tests.cases import SATURATED_CASES
 from tests.tolerances import EXACT, SATURATED
@@ -83,7 +84,14 @@ def check_hessian(case, kind="full", dtype=torch.float64, hessian=nt.hessian):
         require_close(f"{case.name}: {kind} Hessian {block}", got, part, tol, scale)
 
 
-def check_product(case, kind="full", dtype=torch.float64, product=hessian_product):
+def product_xy(problem, X, Y, dX, dY, kind="full"):
+    """`hessian_product` on weights and directions in blocks, one direction per problem."""
+    layer = Bilinear(X.shape[1], *problem.widths)
+    directions = layer.pack(dX, dY)[:, None]
+    return layer.unpack(hessian_product(problem, layer, layer.pack(X, Y), directions, kind)[:, 0])
+
+
+def check_product(case, kind="full", dtype=torch.float64, product=product_xy):
     """Products with every unit vector and one random direction, against the oracle's Hessian."""
     w = as_weights(case.problem(dtype), *case.point(dtype))
     want = case.oracle[2] if kind == "full" else case.oracle_gauss_newton
@@ -94,7 +102,7 @@ def check_product(case, kind="full", dtype=torch.float64, product=hessian_produc
     k = len(directions)
     copies = w.problem.take(torch.zeros(k, dtype=torch.int64))
     dX, dY = w.layer.unpack(directions.to(dtype))
-    X, Y = w.X.expand(k, -1, -1, -1), w.Y.expand(k, -1, -1, -1)
+    X, Y = (t.expand(k, -1, -1, -1) for t in w.bilinear[1:])
     got = w.layer.pack(*product(copies, X, Y, dX, dY, kind))
     scale = want.abs().max() * directions.abs().sum(1).max() / 3
     require_close(

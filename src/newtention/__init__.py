@@ -4,15 +4,17 @@ from newtention.api import Options, solve, solve_many
 from newtention.functions import (
     DerivativeReport,
     Hessian,
-    ScipyProblem,
     attention_weights,
     check_derivatives,
     gradient,
     hessian,
+    hessian_operator,
     loss,
     predict,
-    to_scipy,
 )
+from newtention.layers import FactoredAttention, Rotary
+from newtention.operators.curvature import CurvatureOperator
+from newtention.operators.scipy import ScipyProblem, to_scipy
 from newtention.problem import AttentionProblem
 from newtention.regularizers import Proximity, Regularizer, Ridge, TokenWeights
 from newtention.run import Progress
@@ -22,7 +24,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AttentionProblem",
+    "CurvatureOperator",
     "DerivativeReport",
+    "FactoredAttention",
     "Hessian",
     "History",
     "Options",
@@ -31,6 +35,7 @@ __all__ = [
     "Record",
     "Regularizer",
     "Ridge",
+    "Rotary",
     "ScipyProblem",
     "Solution",
     "Status",
@@ -39,6 +44,7 @@ __all__ = [
     "check_derivatives",
     "gradient",
     "hessian",
+    "hessian_operator",
     "loss",
     "predict",
     "solve",

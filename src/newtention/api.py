@@ -196,7 +196,7 @@ def _starts(
         None if s is None else _given_start(p, s) for p, s in zip(singles, starts, strict=True)
     ]
     known = [w for w in given if w is not None]
-    heads = {w.X.shape[1] for w in known} or {fixed_heads(problem) or options.heads}
+    heads = {w.layer.heads for w in known} or {fixed_heads(problem) or options.heads}
     if len(heads) > 1:
         raise ValueError(f"All starts must have the same number of heads; found {sorted(heads)}.")
     h = heads.pop()
@@ -206,8 +206,9 @@ def _starts(
     for single, w in zip(singles, given, strict=True):
         for r in range(n_init):
             if w is not None and r == 0:
-                X.append(w.X)
-                Y.append(w.Y)
+                _, x, y = w.bilinear
+                X.append(x)
+                Y.append(y)
             else:
                 X.append(random_start(single, h, seed, r, options.start_scale))
                 Y.append(X[-1].new_zeros(1, h, *problem.widths[2:]))
@@ -222,7 +223,7 @@ def _given_start(problem: AttentionProblem, start: Start) -> Weights:
     if isinstance(start, tuple) and len(start) != 2:
         raise ValueError(f"start must be (X, Y) or X; found a tuple of {len(start)}.")
     w = as_weights(problem, *start) if isinstance(start, tuple) else as_weights(problem, start)
-    if not bool(torch.isfinite(data_loss(problem, w.X, w.Y)).all()):
+    if not bool(torch.isfinite(data_loss(problem, w.layer, w.theta)).all()):
         raise ValueError("start must have a finite loss; its logits or outputs overflow.")
     return w
 

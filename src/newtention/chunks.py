@@ -186,6 +186,19 @@ def reduce(
     return tuple(totals)
 
 
+def map_rows(
+    chunk: Chunk, fn: Callable[[Chunk], Float[Tensor, "o s n k"]], elements_per_row: int
+) -> Float[Tensor, "o s n k"]:
+    """fn's results for every query row of a chunk, computed in tiles where the chunk is large."""
+    if chunk.weight.numel() * elements_per_row <= TILE_ELEMENTS:
+        return fn(chunk)
+    sequences = []
+    for place in range(chunk.weight.shape[1]):
+        tiles = chunk.sequence(place).tiles(elements_per_row)
+        sequences.append(torch.cat([fn(tile) for tile in tiles], 2))
+    return torch.cat(sequences, 1)
+
+
 def _share(source: Chunk, fields: dict[str, Tensor | None]) -> dict[str, Any]:
     """Keep A1 and A3 the same object as A2 where they were, which halves memory and products."""
     if source.A1 is source.A2:
@@ -198,6 +211,13 @@ def _share(source: Chunk, fields: dict[str, Tensor | None]) -> dict[str, Any]:
 def _is_identity(chunk: Chunk, batch: int) -> bool:
     """Owners are 0 .. batch-1 in order: chunks are always built sorted, so the count decides."""
     return chunk.owner.shape[0] == batch
+
+
+def contract(
+    left: Float[Tensor, "o s #h n a"], right: Float[Tensor, "o s #h n b"]
+) -> Float[Tensor, "o h a b"]:
+    """Sum of left^T right over sequences and rows."""
+    return (left.mT @ right).sum(1)
 
 
 def length_buckets(lengths: Sequence[tuple[int, int]], waste: float = 0.15) -> list[list[int]]:

@@ -6,27 +6,26 @@ array returned is NumPy if the problem's data were, a torch tensor otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from newtention.derivatives.gradient import data_loss, loss_and_gradient
+from newtention.chunks import Chunk, map_rows
+from newtention.derivatives.gradient import data_loss, forward_elements, loss_and_gradient
 from newtention.derivatives.hessian import HessianBlocks, second_order, second_order_tile
+from newtention.derivatives.penalty import penalty
 from newtention.derivatives.products import Kind, hessian_product
-from newtention.layers import evaluate, weights_of_tile
+from newtention.layers import evaluate, weights_of_heads
 from newtention.memory import hessian_bytes, require_memory
-from newtention.newton.starts import random_start
-from newtention.newton.varpro import project
 from newtention.notation import Array, ArrayLike
+from newtention.operators.curvature import CurvatureOperator
 from newtention.problem import AttentionProblem
-from newtention.weights import Weights, as_weights, fixed_heads, flat_to_weights
+from newtention.weights import Point, Weights, as_weights
 
 
-def loss(problem: AttentionProblem, X: ArrayLike, Y: ArrayLike) -> float | Array:
+def loss(problem: AttentionProblem, X: Point, Y: ArrayLike | None = None) -> float | Array:
     """Total loss: 1/2 sum_j q_j ||(P A3 Y - B)_j||^2 plus the regulariser.
 
     Returns:
@@ -36,19 +35,20 @@ def loss(problem: AttentionProblem, X: ArrayLike, Y: ArrayLike) -> float | Array
         ValueError: weights of the wrong shape, NaN or infinity.
     """
     w = as_weights(problem, X, Y)
-    total = data_loss(problem, w.X, w.Y) + problem.quadratic.value(w.X, w.Y)
+    total = data_loss(problem, w.layer, w.theta) + penalty(problem, w.layer).value(w.theta)
     return problem.present(total) if problem.parts else float(total[0])
 
 
-def gradient(problem: AttentionProblem, X: ArrayLike, Y: ArrayLike) -> tuple[Array, Array]:
-    """Gradient of the total loss, (GX, GY), shaped like X and Y.
+def gradient(
+    problem: AttentionProblem, X: Point, Y: ArrayLike | None = None
+) -> tuple[Array, Array] | dict[str, Array]:
+    """Gradient of the total loss: (GX, GY) shaped like X and Y; for a layer, a dict by block name.
 
     Raises:
         ValueError: weights of the wrong shape, NaN or infinity.
     """
     w = as_weights(problem, X, Y)
-    _, GX, GY = loss_and_gradient(problem, w.X, w.Y)
-    return w.present(GX), w.present(GY)
+    return w.present(loss_and_gradient(problem, w.layer, w.theta)[1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +86,9 @@ class Hessian:
         return f"Hessian({layer.size} x {layer.size}: X {layer.size_x}, Y {layer.size_y})"
 
 
-def hessian(problem: AttentionProblem, X: ArrayLike, Y: ArrayLike, kind: Kind = "full") -> Hessian:
+def hessian(
+    problem: AttentionProblem, X: Point, Y: ArrayLike | None = None, kind: Kind = "full"
+) -> Hessian:
     """Exact Hessian of the total loss, in closed form.
 
     Args:
@@ -105,38 +107,65 @@ def hessian(problem: AttentionProblem, X: ArrayLike, Y: ArrayLike, kind: Kind = 
     """
     w = as_weights(problem, X, Y)
     _require_kind(kind)
-    tile = second_order_tile(problem, w.layer.heads)
-    needed = hessian_bytes(w.layer, problem.batch, problem.like.element_size(), tile)
+    layer, x, y = w.bilinear
+    tile = second_order_tile(problem, layer.heads)
+    needed = hessian_bytes(layer, problem.batch, problem.like.element_size(), tile)
     require_memory(
-        f"The Hessian of {w.layer.size} unknowns",
+        f"The Hessian of {layer.size} unknowns",
         needed,
         problem.like.device,
-        "use to_scipy(problem).hessp, which never forms it.",
+        "use hessian_operator, which never forms it.",
     )
-    share = None if kind == "full" else w.X.new_zeros(problem.batch)
-    return Hessian(second_order(problem, w.X, w.Y, share)[3], w)
+    share = None if kind == "full" else x.new_zeros(problem.batch)
+    return Hessian(second_order(problem, x, y, share)[3], w)
 
 
-def predict(problem: AttentionProblem, X: ArrayLike, Y: ArrayLike) -> Array:
-    """The layer's outputs P A3 Y, shaped like the targets (padded rows are zero).
+def hessian_operator(
+    problem: AttentionProblem, X: Point, Y: ArrayLike | None = None, kind: Kind = "full"
+) -> CurvatureOperator:
+    """The Hessian at a point as an operator that never forms it.
+
+    Args:
+        problem: one problem.
+        X: query/key map, or a layer.
+        Y: value map; left out beside a layer.
+        kind: "full" or "gauss-newton".
+
+    Raises:
+        ValueError: weights of the wrong shape, NaN, infinity, an unknown kind, or a stack.
+    """
+    _require_single(problem)
+    _require_kind(kind)
+    return CurvatureOperator(as_weights(problem, X, Y), kind)
+
+
+def predict(problem: AttentionProblem, X: Point, Y: ArrayLike | None = None) -> Array:
+    """The layer's outputs (P A3 Y in the bilinear form), shaped like the targets.
+
+    Padded rows are zero.
 
     Raises:
         ValueError: weights of the wrong shape, NaN or infinity, or a stack of problems.
     """
     _require_single(problem)
     w = as_weights(problem, X, Y)
-    outputs = [evaluate(chunk, w.X, w.Y).F.sum(2) for chunk in problem.chunks]
+    elements = forward_elements(problem, w.layer)
+
+    def output(tile: Chunk) -> Tensor:
+        return evaluate(tile, w.layer, w.theta).C + tile.B
+
+    outputs = [map_rows(chunk, output, elements) for chunk in problem.chunks]
     return problem.present(problem.rows_from_chunks(outputs))
 
 
 def attention_weights(
-    problem: AttentionProblem, X: ArrayLike, Y: ArrayLike | None = None, sequence: int = 0
+    problem: AttentionProblem, X: Point, Y: ArrayLike | None = None, sequence: int = 0
 ) -> Array:
     """Attention weights P of one sequence: (n, m), with a leading head axis for several heads.
 
     Args:
         problem: the data.
-        X: query/key map.
+        X: query/key map, or a layer.
         Y: not used; accepted so that ``attention_weights(problem, *weights)`` works.
         sequence: index of the sequence.
 
@@ -149,14 +178,15 @@ def attention_weights(
     if not 0 <= sequence < count:
         raise IndexError(f"sequence must lie between 0 and {count - 1}; found {sequence}.")
     w = as_weights(problem, X, Y)
-    places = next(
+    chunk, place = next(
         (c, places.index(sequence))
         for c, places in zip(problem.chunks, problem.layout.order, strict=True)
         if sequence in places
     )
-    chunk, place = places
-    P = weights_of_tile(chunk.sequence(place), w.X)[:, 0]
-    return w.present(P[..., : problem.layout.queries[sequence], : problem.layout.keys[sequence]])
+    tile = chunk.sequence(place)
+    P = weights_of_heads(tile, w.layer.qkv(tile, w.theta))[0, 0]
+    P = P[:, : problem.layout.queries[sequence], : problem.layout.keys[sequence]]
+    return problem.present(P[0] if w.one_head else P)
 
 
 class DerivativeReport(NamedTuple):
@@ -185,7 +215,11 @@ class DerivativeReport(NamedTuple):
 
 
 def check_derivatives(
-    problem: AttentionProblem, X: ArrayLike, Y: ArrayLike, directions: int = 5, seed: int = 0
+    problem: AttentionProblem,
+    X: Point,
+    Y: ArrayLike | None = None,
+    directions: int = 5,
+    seed: int = 0,
 ) -> DerivativeReport:
     """Compare gradient and Hessian products with central differences along random directions.
 
@@ -195,92 +229,24 @@ def check_derivatives(
         ValueError: weights of the wrong shape, NaN or infinity.
     """
     w = as_weights(problem, X, Y)
-    eps = torch.finfo(w.X.dtype).eps
+    theta = w.theta
+    eps = torch.finfo(theta.dtype).eps
     generator = torch.Generator().manual_seed(seed)
-    size = torch.sqrt(w.X.square().mean() + w.Y.square().mean()).clamp(min=eps)
-    step = eps ** (1 / 3) * float(size)
+    step = eps ** (1 / 3) * float(theta.square().mean().sqrt().clamp(min=eps))
     worst_g = worst_h = 0.0
-    _, GX, GY = loss_and_gradient(problem, w.X, w.Y)
+    slope = loss_and_gradient(problem, w.layer, theta)[1]
     for _ in range(directions):
-        dX = torch.randn(w.X.shape, generator=generator, dtype=torch.float64).to(w.X)
-        dY = torch.randn(w.Y.shape, generator=generator, dtype=torch.float64).to(w.Y)
-        ahead, behind = (
-            loss_and_gradient(problem, w.X + t * dX, w.Y + t * dY) for t in (step, -step)
-        )
-        slope = (GX * dX).sum() + (GY * dY).sum()
-        size_g = (GX * dX).abs().sum() + (GY * dY).abs().sum() + ahead[0].sum()
-        difference = (ahead[0] - behind[0]).sum() / (2 * step)
-        worst_g = max(worst_g, float((slope - difference).abs() / size_g.clamp(min=eps)))
-        HX, HY = hessian_product(problem, w.X, w.Y, dX, dY)
-        error = size_h = 0.0
-        for H, plus, minus in ((HX, ahead[1], behind[1]), (HY, ahead[2], behind[2])):
-            error += float((H - (plus - minus) / (2 * step)).square().sum())
-            size_h += float(H.square().sum()) + float(plus.square().sum())
-        worst_h = max(worst_h, (error / max(size_h, eps)) ** 0.5)
+        d = torch.randn(theta.shape, generator=generator, dtype=torch.float64).to(theta)
+        ahead, behind = (loss_and_gradient(problem, w.layer, theta + t * d) for t in (step, -step))
+        product = hessian_product(problem, w.layer, theta, d[:, None])[:, 0]
+        error = (slope * d).sum() - (ahead[0] - behind[0]).sum() / (2 * step)
+        # At a minimum the slope vanishes; the curvature then sets the scale.
+        size = (slope * d).abs().sum() + (product * d).sum().abs() + ahead[0].sum()
+        worst_g = max(worst_g, float(error.abs() / size.clamp(min=eps)))
+        error = product - (ahead[1] - behind[1]) / (2 * step)
+        size = product.square().sum() + ahead[1].square().sum()
+        worst_h = max(worst_h, float((error.square().sum() / size.clamp(min=eps)).sqrt()))
     return DerivativeReport(worst_g, worst_h, 100 * eps ** (1 / 2))
-
-
-class ScipyProblem(NamedTuple):
-    """A problem for ``scipy.optimize.minimize``: functions of the flat vector, in float64.
-
-    Pass as ``minimize(s.fun, s.x0, jac=s.jac, hess=s.hess, method="trust-exact")`` or with
-    ``hessp=s.hessp`` for matrix-free methods.
-    """
-
-    fun: Callable[[np.ndarray], float]
-    jac: Callable[[np.ndarray], np.ndarray]
-    hess: Callable[[np.ndarray], np.ndarray]
-    hessp: Callable[[np.ndarray, np.ndarray], np.ndarray]
-    x0: np.ndarray
-
-
-def to_scipy(
-    problem: AttentionProblem, start: tuple[ArrayLike, ArrayLike] | None = None, seed: int = 0
-) -> ScipyProblem:
-    """Our loss and derivatives as scipy expects them.
-
-    Args:
-        problem: a single problem.
-        start: (X, Y) for x0; otherwise the start that `solve` would use with this seed.
-        seed: of the random start.
-
-    Raises:
-        ValueError: a stack of problems, or a start of the wrong shape.
-    """
-    _require_single(problem)
-    if start is None:
-        h = fixed_heads(problem) or 1
-        X = random_start(problem, h, seed)
-        Y, _ = project(problem, X, X.new_zeros(1, h, *problem.widths[2:]))
-        w = Weights(X, Y, h == 1, problem)
-    else:
-        w = as_weights(problem, *start)
-    heads = w.layer.heads
-    known: dict[str, tuple[np.ndarray, float, np.ndarray]] = {}
-
-    def unflat(x: np.ndarray) -> tuple[Tensor, Tensor]:
-        return flat_to_weights(problem, torch.from_numpy(np.array(x)).to(problem.like), heads)
-
-    def flat(X: Tensor, Y: Tensor) -> np.ndarray:
-        return w.layer.pack(X, Y)[0].cpu().double().numpy()
-
-    def first_order(x: np.ndarray) -> tuple[np.ndarray, float, np.ndarray]:
-        """Scipy asks for value and gradient at the same point in separate calls."""
-        if "last" not in known or not np.array_equal(known["last"][0], x):
-            value, GX, GY = loss_and_gradient(problem, *unflat(x))
-            known["last"] = (np.array(x), float(value[0]), flat(GX, GY))
-        return known["last"]
-
-    def hess(x: np.ndarray) -> np.ndarray:
-        return second_order(problem, *unflat(x))[3].to_dense()[0].cpu().double().numpy()
-
-    return ScipyProblem(
-        fun=lambda x: first_order(x)[1],
-        jac=lambda x: first_order(x)[2],
-        hess=hess,
-        hessp=lambda x, d: flat(*hessian_product(problem, *unflat(x), *unflat(d))),
-        x0=flat(w.X, w.Y),
-    )
 
 
 def _require_kind(kind: str) -> None:

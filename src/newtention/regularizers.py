@@ -9,8 +9,9 @@ matrix G (x) I_p on Y.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -73,6 +74,25 @@ class Quadratic:
         if self.centre_x is None or self.centre_y is None:
             return X, Y
         return X - self.centre_x, Y - self.centre_y
+
+
+class FlatQuadratic(NamedTuple):
+    """A regulariser on the flat vector of a parametrisation.
+
+    curvature: (b, N) directions to (b, N).  centre: where it vanishes.
+    """
+
+    curvature: Callable[[Float[Tensor, "b N"]], Float[Tensor, "b N"]]
+    centre: Float[Tensor, "b N"] | None = None
+
+    def value(self, theta: Float[Tensor, "b N"]) -> Float[Tensor, " b"]:
+        """Value at theta."""
+        offset = theta if self.centre is None else theta - self.centre
+        return 0.5 * (offset * self.curvature(offset)).sum(1)
+
+    def gradient(self, theta: Float[Tensor, "b N"]) -> Float[Tensor, "b N"]:
+        """Gradient at theta."""
+        return self.curvature(theta if self.centre is None else theta - self.centre)
 
 
 def zero_quadratic(b: int, d1: int, d2: int, d3: int, like: Tensor) -> Quadratic:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from newtention.derivatives.gradient import data_loss
+from newtention.derivatives.penalty import penalty
+from newtention.layers import Bilinear
 from newtention.newton.loop import Iterate, Members
 from newtention.notation import Array
 from newtention.problem import AttentionProblem
@@ -91,13 +93,15 @@ class Run:
         assert self.members is not None
         assert self.start is not None
         X, Y = self.members.X, self.members.Y
-        data = data_loss(self.problem, X, Y)
-        penalty = self.problem.quadratic.value(X, Y)
+        layer = Bilinear(X.shape[1], *self.problem.widths)
+        theta = layer.pack(X, Y)
+        data = data_loss(self.problem, layer, theta)
+        charge = penalty(self.problem, layer).value(theta)
         energy = self.problem.target_energy()
         relative = torch.where(
             energy > 0, data / energy.where(energy > 0, torch.ones_like(energy)), data
         )
-        total = data + penalty
+        total = data + charge
         result = []
         for first in range(0, self.problem.batch, n_init):
             group = range(first, first + n_init)
@@ -110,7 +114,7 @@ class Run:
                     start_Y=self._present(self.start.Y[best]),
                     loss=float(total[best]),
                     data_loss=float(data[best]),
-                    penalty=float(penalty[best]),
+                    penalty=float(charge[best]),
                     relative_loss=float(relative[best]),
                     status=self.statuses[best],
                     iterations=max(0, len(self.records[best]) - 1),

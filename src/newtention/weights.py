@@ -1,49 +1,62 @@
-"""The user's weights (X, Y) for a problem, and back."""
+"""The user's weights for a problem, (X, Y) or a layer, and back."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from newtention.inputs import as_like, require_shape
-from newtention.layers import Bilinear
+from newtention.layers import Bilinear, FactoredAttention, Parametrisation
 from newtention.notation import Array, ArrayLike
 from newtention.problem import AttentionProblem
+
+Point = ArrayLike | FactoredAttention
+"""What functions take as weights: X (with Y beside it) or a layer."""
 
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """Weights with batch and head axes, and how the user shaped them.
+    """A point in the flat space of a parametrisation, and how the user shaped it.
 
-    one_head: the user gave (d1, d2) rather than (h, d1, d2).
+    one_head: the user gave X (d1, d2) rather than (h, d1, d2).
     """
 
-    X: Float[Tensor, "b h d1 d2"]
-    Y: Float[Tensor, "b h d3 p"]
+    layer: Parametrisation
+    theta: Float[Tensor, "b N"]
     one_head: bool
     problem: AttentionProblem
 
     @property
-    def layer(self) -> Bilinear:
-        """Shapes and flat order."""
-        return Bilinear(self.X.shape[1], *self.problem.widths)
+    def bilinear(self) -> tuple[Bilinear, Float[Tensor, "b h d1 d2"], Float[Tensor, "b h d3 p"]]:
+        """The bilinear form and its X and Y.
 
-    def present(self, t: Float[Tensor, "b h ..."]) -> Array:
-        """A result with batch and head axes, in the shape and array kind the user uses."""
-        if self.one_head:
-            t = t[:, 0]
-        return self.present_batch(t)
+        Raises:
+            ValueError: the weights are a factored layer.
+        """
+        if not isinstance(self.layer, Bilinear):
+            raise ValueError("This needs weights (X, Y); a factored layer has no closed blocks.")
+        return self.layer, *self.layer.unpack(self.theta)
+
+    def present(self, flat: Float[Tensor, "b N"]) -> tuple[Array, Array] | dict[str, Array]:
+        """A flat vector as (X, Y) in the user's shapes, or block by block for a layer."""
+        if isinstance(self.layer, Bilinear):
+            parts = (t[:, 0] if self.one_head else t for t in self.layer.unpack(flat))
+            X, Y = (self.present_batch(t) for t in parts)
+            return X, Y
+        return {
+            block.name: self.problem.present(flat[0, block.start : block.stop].view(block.shape))
+            for block in self.layer.blocks
+        }
 
     def present_batch(self, t: Float[Tensor, "b ..."]) -> Array:
         """A result with a batch axis."""
         return self.problem.present(t if self.problem.parts else t[0])
 
 
-def as_weights(problem: AttentionProblem, X: ArrayLike, Y: ArrayLike | None = None) -> Weights:
-    """Check X (and Y, zero if absent) against the problem.
+def as_weights(problem: AttentionProblem, X: Point, Y: ArrayLike | None = None) -> Weights:
+    """Check X (and Y, zero if absent) or a layer against the problem.
 
     Shapes: X (d1, d2) and Y (d3, p) for one head, (h, d1, d2) and (h, d3, p) for several; a stack
     of problems adds a leading axis.
@@ -51,6 +64,36 @@ def as_weights(problem: AttentionProblem, X: ArrayLike, Y: ArrayLike | None = No
     Raises:
         ValueError: shapes that do not fit, NaN or infinity.
     """
+    weights = (
+        _factored_weights(problem, X, Y)
+        if isinstance(X, FactoredAttention)
+        else _bilinear_weights(problem, X, Y)
+    )
+    heads = fixed_heads(problem)
+    if heads is not None and heads != weights.layer.heads:
+        raise ValueError(
+            f"The problem's bias or Proximity reference is for {heads} head(s); the weights have "
+            f"{weights.layer.heads}."
+        )
+    return weights
+
+
+def _factored_weights(problem: AttentionProblem, layer: FactoredAttention, Y: object) -> Weights:
+    if Y is not None:
+        raise ValueError("Y must be left out beside a layer.")
+    if problem.parts:
+        raise ValueError("A layer goes with one problem, not with a stack.")
+    shape = layer.parametrisation
+    found = (shape.d1, shape.d2, shape.d3, shape.p)
+    if found != problem.widths:
+        raise ValueError(
+            f"The layer's widths (d1, d2, d3, p) must be the problem's, {problem.widths}; "
+            f"found {found}."
+        )
+    return Weights(shape, as_like("layer", layer.theta, problem.like)[None], False, problem)
+
+
+def _bilinear_weights(problem: AttentionProblem, X: ArrayLike, Y: ArrayLike | None) -> Weights:
     d1, d2, d3, p = problem.widths
     x, one_head = _with_axes("X", as_like("X", X, problem.like), (d1, d2), problem)
     if Y is None:
@@ -59,12 +102,8 @@ def as_weights(problem: AttentionProblem, X: ArrayLike, Y: ArrayLike | None = No
         y, _ = _with_axes("Y", as_like("Y", Y, problem.like), (d3, p), problem)
     if x.shape[1] != y.shape[1]:
         raise ValueError(f"X has {x.shape[1]} head(s) but Y has {y.shape[1]}.")
-    heads = fixed_heads(problem)
-    if heads is not None and heads != x.shape[1]:
-        raise ValueError(
-            f"The problem's bias or Proximity reference is for {heads} head(s); X has {x.shape[1]}."
-        )
-    return Weights(x, y, one_head, problem)
+    layer = Bilinear(x.shape[1], d1, d2, d3, p)
+    return Weights(layer, layer.pack(x, y), one_head, problem)
 
 
 def fixed_heads(problem: AttentionProblem) -> int | None:
@@ -83,8 +122,3 @@ def _with_axes(
     require_shape(name, t, (*lead, *heads, *widths), "one head, or several along an axis before")
     t = t if not one_head else t.unsqueeze(-3)
     return (t if problem.parts else t[None]).contiguous(), one_head
-
-
-def flat_to_weights(problem: AttentionProblem, theta: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """(X, Y) with batch and head axes from one flat vector of a single problem."""
-    return Bilinear(heads, *problem.widths).unpack(torch.atleast_2d(theta))

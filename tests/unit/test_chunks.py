@@ -73,11 +73,13 @@ def test_owners_are_sorted_and_unique():
 @pytest.mark.parametrize("index", [[0], [6, 0], [2, 2, 1], [4, 0, 4, 3]])
 def test_take_selects_problems(index):
     from newtention.derivatives.gradient import loss_and_gradient
+    from newtention.layers import Bilinear
 
     problem = AttentionProblem.stack([case.problem() for case in STACK])
     taken = problem.take(torch.tensor(index))
     X, Y = (torch.stack([getattr(STACK[i], w) for i in index])[:, None] for w in "XY")
-    loss, _, _ = loss_and_gradient(taken, X, Y)
+    layer = Bilinear(1, *taken.widths)
+    loss, _ = loss_and_gradient(taken, layer, layer.pack(X, Y))
     require_close("loss", loss, torch.stack([STACK[i].oracle[0] for i in index]), 1e-10)
     for chunk in taken.chunks:
         owner = chunk.owner.tolist()

@@ -52,7 +52,7 @@ def weighted_rows(case):
 def test_projection_is_least_squares(case):
     """The fit is that of lstsq, also where the minimiser is not unique."""
     w = as_weights(case.problem(), *case.point())
-    Y = projected(w.problem, w.X, w.Y)
+    Y = projected(w.problem, w.bilinear[1], w.bilinear[2])
     root, B = weighted_rows(case)
     W = root * attended(case, case.X)
     best = torch.linalg.lstsq(W, root * B, driver="gelsd").solution
@@ -64,24 +64,26 @@ def test_projection_is_least_squares(case):
 @TABLE
 def test_projection_is_stationary_and_stable(case):
     w = as_weights(case.problem(), *case.point())
-    Y = projected(w.problem, w.X, w.Y)
-    _, GY = nt.gradient(w.problem, w.X[0], Y[0])
-    _, before = nt.gradient(w.problem, w.X[0], w.Y[0])
+    Y = projected(w.problem, w.bilinear[1], w.bilinear[2])
+    _, GY = nt.gradient(w.problem, w.bilinear[1][0], Y[0])
+    _, before = nt.gradient(w.problem, w.bilinear[1][0], w.bilinear[2][0])
     assert GY.abs().max() <= 1e-9 * before.abs().max()
-    require_close("again", projected(w.problem, w.X, Y), Y, 1e-9)
+    require_close("again", projected(w.problem, w.bilinear[1], Y), Y, 1e-9)
 
 
 def test_projection_keeps_what_the_data_do_not_determine():
     """Rank-deficient values: the minimiser nearest to the given Y, so null directions stay."""
     case = BY_NAME["rank-deficient tokens"]
     w = as_weights(case.problem(), *case.point())
-    Y = projected(w.problem, w.X, w.Y)
+    Y = projected(w.problem, w.bilinear[1], w.bilinear[2])
     # Values are multiples of (1, 2): Y along (2, -1) is free.
     null = torch.tensor([2.0, -1.0]).double()
-    require_close("null part", null @ Y[0, 0], null @ w.Y[0, 0], 1e-12)
-    least = projected(w.problem, w.X, torch.zeros_like(w.Y))
+    require_close("null part", null @ Y[0, 0], null @ w.bilinear[2][0, 0], 1e-12)
+    least = projected(w.problem, w.bilinear[1], torch.zeros_like(w.bilinear[2]))
     assert (null @ least[0, 0]).abs().max() < 1e-12
-    require_close("same fit", *(nt.loss(w.problem, w.X[0], y[0]) for y in (Y, least)), 1e-12)
+    require_close(
+        "same fit", *(nt.loss(w.problem, w.bilinear[1][0], y[0]) for y in (Y, least)), 1e-12
+    )
 
 
 def test_projection_of_a_stack():
@@ -138,12 +140,12 @@ def closed_form(case):
 def test_schur_complement_is_the_hessian_of_the_projected_loss(name):
     case = BY_NAME[name]
     w = as_weights(case.problem(), *case.point())
-    Y = projected(w.problem, w.X, w.Y)
-    _, GX, GY, blocks = second_order(w.problem, w.X, Y)
+    Y = projected(w.problem, w.bilinear[1], w.bilinear[2])
+    _, GX, GY, blocks = second_order(w.problem, w.bilinear[1], Y)
     reduced = eliminate_output(blocks, GX, GY)
     f = closed_form(case)
     theta = case.X.flatten()
-    require_close("value", nt.loss(w.problem, w.X[0], Y[0]), f(theta), 1e-10)
+    require_close("value", nt.loss(w.problem, w.bilinear[1][0], Y[0]), f(theta), 1e-10)
     require_close("gradient", reduced.gradient[0], torch.func.grad(f)(theta), 1e-8)
     require_close("Hessian", reduced.hessian[0], torch.func.hessian(f)(theta), 1e-8)
 
@@ -152,7 +154,7 @@ def test_elimination_away_from_the_projection():
     """With Y off its optimum the Newton step in X is still that of the whole system."""
     case = BY_NAME["ridge"]
     w = as_weights(case.problem(), *case.point())
-    _, GX, GY, blocks = second_order(w.problem, w.X, w.Y)
+    _, GX, GY, blocks = second_order(w.problem, w.bilinear[1], w.bilinear[2])
     reduced = eliminate_output(blocks, GX, GY)
     whole = torch.linalg.solve(blocks.to_dense()[0], torch.cat([GX.flatten(), GY.flatten()]))
     step = torch.linalg.solve(reduced.hessian[0], reduced.gradient[0])

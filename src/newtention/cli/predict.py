@@ -84,7 +84,7 @@ def predict(
     if provenance.arrays.targets is not None:
         w = as_weights(problem, X, Y)
         energy = float(problem.target_energy())
-        relative = float(data_loss(problem, w.X, w.Y)) / (energy or 1.0)
+        relative = float(data_loss(problem, w.layer, w.theta)) / (energy or 1.0)
         say(f"Relative loss  {relative:.6g}")
     say(f"Predictions    {path} ({shape_text(outputs.shape)}, {provenance.dtype})")
 

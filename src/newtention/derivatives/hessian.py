@@ -24,9 +24,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from newtention.attention import score_gradient
-from newtention.chunks import TILE_ELEMENTS, Chunk, reduce
-from newtention.derivatives.gradient import forward_elements, tile_gradient, tile_loss
-from newtention.layers import Bilinear, evaluate
+from newtention.chunks import TILE_ELEMENTS, Chunk, contract, reduce
+from newtention.derivatives.gradient import forward_elements, tile_loss
+from newtention.layers import Bilinear, Evaluation, evaluate
 from newtention.problem import AttentionProblem
 
 
@@ -82,12 +82,13 @@ def second_order(
     """
     h = X.shape[1]
     layer = Bilinear(h, *problem.widths)
+    theta = layer.pack(X, Y)
     upper = _Upper(layer, X.device)
     full = residual_share is None or bool((residual_share != 0).any())
 
     def tile_sums(tile: Chunk) -> tuple[Tensor, ...]:
         share = None if residual_share is None else tile.of(residual_share)
-        return _tile_sums(tile, X, Y, share, full, upper)
+        return _tile_sums(evaluate(tile, layer, theta), share, full, upper)
 
     loss, GX, GY, xx, cross, xy, xy_residual, gram = reduce(
         problem.chunks, problem.batch, tile_sums, second_order_elements(problem, h)
@@ -122,32 +123,28 @@ def _packed_positions(i: Tensor, j: Tensor, d: int) -> Int[Tensor, " dd"]:
 
 
 def _tile_sums(
-    tile: Chunk,
-    X: Tensor,
-    Y: Tensor,
-    share: Float[Tensor, " o"] | None,
-    full: bool,
-    upper: _Upper,
+    at: Evaluation, share: Float[Tensor, " o"] | None, full: bool, upper: _Upper
 ) -> tuple[Tensor, ...]:
-    at = evaluate(tile, X, Y)
+    tile = at.tile
     A1, A2, A3 = tile.queries, tile.A2, tile.A3
     o, h = at.P.shape[0], at.P.shape[2]
-    d2, p = A2.shape[-1], at.V.shape[-1]
-    T = score_gradient(at.P, at.V, at.F, at.qC)
-    GX, GY = tile_gradient(at, T)
+    d2, p = A2.shape[-1], at.O.shape[-1]
+    V, R = at.heads.v, at.qC[:, :, None]
+    T = score_gradient(at.P, V, at.O, R)
+    GX = contract(A1[:, :, None], T @ A2[:, :, None])
+    GY = contract(at.attended, R)
 
     weight = tile.weight[:, :, None, :, None]
     mu = at.P @ A2[:, :, None]
     w = at.attended if A3 is not A2 else mu
-    Rho = at.P @ row_kronecker(A2[:, :, None], at.V) - row_kronecker(mu, at.F)
+    Rho = at.P @ row_kronecker(A2[:, :, None], V) - row_kronecker(mu, at.O)
     Rho_j = Rho.unflatten(-1, (d2, p))
 
     # H_xx within a head, packed; rows of the data are the contracted index throughout.
     M = (weight[..., None] * Rho_j @ Rho_j.mT)[..., upper.b, upper.b2]
     A2A2 = A2[..., upper.b] * A2[..., upper.b2]
     if full:
-        share_ = 1.0 if share is None else share.view(o, 1, 1, 1, 1)
-        Tr = T * share_
+        Tr = T if share is None else T * share.view(o, 1, 1, 1, 1)
         t = Tr @ A2[:, :, None]
         M = M + Tr @ A2A2[:, :, None]
         M -= mu[..., upper.b] * t[..., upper.b2] + t[..., upper.b] * mu[..., upper.b2]
@@ -155,7 +152,7 @@ def _tile_sums(
     xx = flat_rows(A1A1).mT @ flat_heads(M)
 
     # H_xx between heads: Gauss-Newton only, symmetric in A1 but not in A2.
-    pairs = torch.combinations(torch.arange(h, device=X.device))
+    pairs = torch.combinations(torch.arange(h, device=A1.device))
     between = (weight[..., None] * Rho_j)[:, :, pairs[:, 0]] @ Rho_j[:, :, pairs[:, 1]].mT
     cross = flat_rows(A1A1).mT @ flat_heads(between.flatten(-2))
 
@@ -169,7 +166,7 @@ def _tile_sums(
         else:
             second = at.P @ row_kronecker(A2, A3)[:, :, None]
         Q = second - row_kronecker(mu, w)
-        qC = at.qC[:, :, 0] if share is None else at.qC[:, :, 0] * share.view(o, 1, 1, 1)
+        qC = at.qC if share is None else at.qC * share.view(o, 1, 1, 1)
         xy_residual = flat_rows(row_kronecker(A1, qC)).mT @ flat_heads(Q)
 
     wf = flat_heads(w)
@@ -255,7 +252,7 @@ def second_order_elements(problem: AttentionProblem, heads: int) -> int:
         h * d2 * d2,
         h * (h - 1) // 2 * d2 * d2,
     )
-    return max(*products, forward_elements(problem, h))
+    return max(*products, forward_elements(problem, Bilinear(h, *problem.widths)))
 
 
 def second_order_tile(problem: AttentionProblem, heads: int, copies: int = 1) -> int:

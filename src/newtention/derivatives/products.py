@@ -1,25 +1,29 @@
 """Hessian-vector products without a Hessian (Pearlmutter 1994), by one second-order pass.
 
-Primes are tangents along the direction (dX, dY); a trailing _t in the code.  Per head:
+Tangents along the direction end in _t.  With R = q C, dO = mix^T R and D = dO v^T - rowsum(dO o O):
 
-    q' = A1 dX, S' = q' A2^T, P' = P o S' - P rowsum(P o S'), V' = A3 dY, F' = P' V + P V'
-    C' = sum over heads of F',  dS as in the gradient,  dS' its tangent
-    H (dX, dY) = (A1^T dS' A2,  A3^T (P'^T C + P^T C'))
+    q_t, k_t, v_t from the layer's linear map;  S_t = q_t k^T + q k_t^T
+    P_t = P o S_t - P rowsum(P o S_t);  O_t = P_t v + P v_t;  R_t = q (mix's tangent)
+    dO_t = mix^T R_t + (mix's cross term) R;  dS = P o D;  dS_t = P_t o D + P o D_t
+    dq_t = dS_t k + dS k_t;  dk_t = dS_t^T q + dS^T q_t;  dv_t = P_t^T dO + P^T dO_t
+    H direction = L^T (dq_t, dk_t, dv_t) + mix's own gradient along both tangents
 
-The Gauss-Newton product is the gradient's backward pass with the residual replaced by C'.
+The Gauss-Newton product is J^T applied to R_t: the backward pass with the residual replaced.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from newtention.attention import score_gradient, score_gradient_tangent, weights_tangent
 from newtention.chunks import Chunk, reduce
-from newtention.derivatives.gradient import contract, forward_elements
-from newtention.layers import evaluate
+from newtention.derivatives.gradient import backward, forward_elements
+from newtention.derivatives.penalty import penalty
+from newtention.layers import Evaluation, Heads, Parametrisation, evaluate
 from newtention.problem import AttentionProblem
 
 Kind = Literal["full", "gauss-newton"]
@@ -27,28 +31,72 @@ Kind = Literal["full", "gauss-newton"]
 
 def hessian_product(
     problem: AttentionProblem,
-    X: Float[Tensor, "b h d1 d2"],
-    Y: Float[Tensor, "b h d3 p"],
-    dX: Float[Tensor, "b h d1 d2"],
-    dY: Float[Tensor, "b h d3 p"],
+    layer: Parametrisation,
+    theta: Float[Tensor, "b N"],
+    directions: Float[Tensor, "b k N"],
     kind: Kind = "full",
-) -> tuple[Float[Tensor, "b h d1 d2"], Float[Tensor, "b h d3 p"]]:
-    """Hessian (or Gauss-Newton matrix) of the total loss at (X, Y) times the direction (dX, dY)."""
+) -> Float[Tensor, "b k N"]:
+    """Hessian (or Gauss-Newton matrix) of the total loss at theta times k directions.
 
-    def tile_sums(tile: Chunk) -> tuple[Tensor, Tensor]:
-        at = evaluate(tile, X, Y)
-        A1, A2, A3 = tile.queries[:, :, None], tile.A2[:, :, None], tile.A3[:, :, None]
-        P_t = weights_tangent(at.P, (A1 @ tile.of(dX)[:, None]) @ A2.mT)
-        V_t = A3 @ tile.of(dY)[:, None]
-        F_t = P_t @ at.V + at.P @ V_t
-        qC_t = F_t.sum(2, keepdim=True) * tile.weight[:, :, None, :, None]
-        if kind == "gauss-newton":
-            dS_t = score_gradient(at.P, at.V, at.F, qC_t)
-            return contract(A1, dS_t @ A2), contract(at.attended, qC_t)
-        dS_t = score_gradient_tangent(at.P, P_t, at.V, V_t, at.F, F_t, at.qC, qC_t)
-        HY = contract(P_t @ A3, at.qC) + contract(at.attended, qC_t)
-        return contract(A1, dS_t @ A2), HY
+    The softmax is evaluated once per tile for all directions.
+    """
+    count = directions.shape[1]
+    tile_product = _hessian_tile if kind == "full" else _gauss_newton_tile
 
-    HX, HY = reduce(problem.chunks, problem.batch, tile_sums, forward_elements(problem, X.shape[1]))
-    KX, KY = problem.quadratic.apply(dX, dY)
-    return HX + KX, HY + KY
+    def tile_sums(tile: Chunk) -> tuple[Tensor]:
+        at = evaluate(tile, layer, theta)
+        parts = [tile_product(at, layer, theta, directions[:, i]) for i in range(count)]
+        return (torch.stack(parts, 1),)
+
+    (product,) = reduce(problem.chunks, problem.batch, tile_sums, forward_elements(problem, layer))
+    curvature = penalty(problem, layer).curvature
+    return product + torch.stack([curvature(directions[:, i]) for i in range(count)], 1)
+
+
+def _tangent(
+    at: Evaluation, layer: Parametrisation, theta: Tensor, direction: Tensor
+) -> tuple[Heads, Tensor, Tensor, Tensor]:
+    """Tangents of q, k, v, of P, of O, and of the output's gradient R."""
+    q, k, v = at.heads
+    assert k is not None
+    heads_t = layer.qkv_tangent(at.tile, direction)
+    S_t = heads_t.q @ k.mT
+    if heads_t.k is not None:
+        S_t = S_t + q @ heads_t.k.mT
+    P_t = weights_tangent(at.P, S_t)
+    O_t = P_t @ v + at.P @ heads_t.v
+    F_t = layer.mix_tangent(at.tile, theta, direction, at.O, O_t)
+    return heads_t, P_t, O_t, F_t * at.tile.weight[..., None]
+
+
+def _gauss_newton_tile(
+    at: Evaluation, layer: Parametrisation, theta: Tensor, direction: Tensor
+) -> Float[Tensor, "o N"]:
+    """J^T q J direction."""
+    R_t = _tangent(at, layer, theta, direction)[3]
+    return backward(at, layer, theta, R_t)
+
+
+def _hessian_tile(
+    at: Evaluation, layer: Parametrisation, theta: Tensor, direction: Tensor
+) -> Float[Tensor, "o N"]:
+    """Hessian of the tile's data loss times a direction."""
+    q, k, v = at.heads
+    assert k is not None
+    (q_t, k_t, v_t), P_t, O_t, R_t = _tangent(at, layer, theta, direction)
+    R = at.qC
+    dO = layer.mix_transposed(at.tile, theta, R)
+    dO_t = layer.mix_transposed(at.tile, theta, R_t)
+    cross = layer.mix_cross(at.tile, direction, R)
+    if cross is not None:
+        dO_t = dO_t + cross
+    dS_t = score_gradient_tangent(at.P, P_t, v, v_t, at.O, O_t, dO, dO_t)
+    dq_t, dk_t = dS_t @ k, None
+    if k_t is not None:
+        dS = score_gradient(at.P, v, at.O, dO)
+        dq_t = dq_t + dS @ k_t
+        dk_t = dS_t.mT @ q + dS.mT @ q_t
+    dv_t = P_t.mT @ dO + at.P.mT @ dO_t
+    product = layer.qkv_transposed(at.tile, Heads(dq_t, dk_t, dv_t))
+    own = layer.mix_gradient_tangent(at.tile, at.O, O_t, R, R_t)
+    return product if own is None else product + own

@@ -33,6 +33,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from newtention.derivatives.gradient import data_loss
+from newtention.layers import Bilinear
 from newtention.linsolve.trust_region import TrustRegionStep, trust_region_step
 from newtention.newton.globalise import accepted, next_radius, ratio
 from newtention.newton.model import Model, Rows, curvature_unit, model_at
@@ -164,8 +165,10 @@ def iterate(
 
 def _first_members(problem: AttentionProblem, X: Tensor, Y: Tensor) -> Members:
     """The start, Y solved for X."""
+    layer = Bilinear(X.shape[1], *problem.widths)
     projected, projected_loss = project(problem, X, Y)
-    better = projected_loss <= data_loss(problem, X, Y) + problem.quadratic.value(X, Y)
+    given_loss = data_loss(problem, layer, layer.pack(X, Y)) + problem.quadratic.value(X, Y)
+    better = projected_loss <= given_loss
     zero = torch.zeros_like(projected_loss)
     no = torch.zeros_like(better)
     return Members(

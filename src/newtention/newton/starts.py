@@ -15,6 +15,7 @@ from torch import Tensor
 
 from newtention.chunks import Chunk, reduce
 from newtention.derivatives.gradient import forward_elements
+from newtention.layers import Bilinear
 from newtention.problem import AttentionProblem
 
 START_SCALE = 2.0
@@ -52,6 +53,9 @@ def logit_spread(problem: AttentionProblem, X: Float[Tensor, "b h d1 d2"]) -> Fl
         return square, keep.sum((1, 3, 4)).expand_as(square)
 
     square, count = reduce(
-        problem.chunks, problem.batch, tile_sums, forward_elements(problem, X.shape[1])
+        problem.chunks,
+        problem.batch,
+        tile_sums,
+        forward_elements(problem, Bilinear(X.shape[1], *problem.widths)),
     )
     return (square / count.clamp(min=1)).sqrt()

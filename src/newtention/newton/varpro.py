@@ -13,10 +13,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from newtention.chunks import Chunk, reduce
-from newtention.derivatives.gradient import contract, forward_elements, tile_loss
+from newtention.chunks import Chunk, contract, reduce
+from newtention.derivatives.gradient import forward_elements, tile_loss
 from newtention.derivatives.hessian import HessianBlocks, flat_heads
-from newtention.layers import evaluate
+from newtention.layers import Bilinear, evaluate
 from newtention.linsolve.pseudo_inverse import gram_inverse
 from newtention.problem import AttentionProblem
 
@@ -39,14 +39,18 @@ def project(
     gives loss, gradient and curvature in Y; the loss at Y + dY follows from them.
     """
     b, h, d3, p = Y.shape
+    layer = Bilinear(h, *problem.widths)
+    theta = layer.pack(X, Y)
 
     def tile_sums(tile: Chunk) -> tuple[Tensor, Tensor, Tensor]:
-        at = evaluate(tile, X, Y)
+        at = evaluate(tile, layer, theta)
         w = flat_heads(at.attended)
         weighted = flat_heads(at.attended * tile.weight[:, :, None, :, None])
-        return tile_loss(at), contract(at.attended, at.qC), weighted.mT @ w
+        return tile_loss(at), contract(at.attended, at.qC[:, :, None]), weighted.mT @ w
 
-    loss, GY, gram = reduce(problem.chunks, problem.batch, tile_sums, forward_elements(problem, h))
+    loss, GY, gram = reduce(
+        problem.chunks, problem.batch, tile_sums, forward_elements(problem, layer)
+    )
     quadratic = problem.quadratic
     loss = loss + quadratic.value(X, Y)
     GY = (GY + quadratic.gradient(X, Y)[1]).reshape(b, h * d3, p)

@@ -1,0 +1,21 @@
+"""Parametrisations: how the unknowns become queries, keys, values and the output."""
+
+from newtention.layers.base import Block, Heads, Parametrisation
+from newtention.layers.bilinear import Bilinear
+from newtention.layers.evaluation import Evaluation, evaluate, weights_of_heads
+from newtention.layers.factored import Factored
+from newtention.layers.rotary import Rotary
+from newtention.layers.values import FactoredAttention
+
+__all__ = [
+    "Bilinear",
+    "Block",
+    "Evaluation",
+    "Factored",
+    "FactoredAttention",
+    "Heads",
+    "Parametrisation",
+    "Rotary",
+    "evaluate",
+    "weights_of_heads",
+]

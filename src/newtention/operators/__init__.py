@@ -1,0 +1,1 @@
+"""Linear operators on the flat vector, and the bridge to scipy."""

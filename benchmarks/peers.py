@@ -1,9 +1,8 @@
 """The optimisers that Newtention is compared with, behind one interface.
 
 Every peer minimises the same loss of the flat vector (X, Y) from the same start until the 2-norm of
-the gradient is at most `gtol`, or its time is up.  Peers are stopped from inside the functions they
-call, so that their own stopping rules, which differ, play no part; the few that compute gradients
-out of reach are given the nearest rule they have.
+the gradient meets the tolerance, or its time is up.  Peers are stopped from inside the functions
+they call, where their gradients can be seen, so that their own stopping rules hardly matter.
 """
 
 from __future__ import annotations
@@ -68,7 +67,6 @@ class Watch:
         self.deadline = self.began + limit
         self.best = np.inf
         self.point: np.ndarray | None = None
-        self.stopped: float | None = None
 
     def value(self, x: np.ndarray, loss: float) -> None:
         """Called after each evaluation of the loss."""
@@ -77,18 +75,14 @@ class Watch:
         if time.perf_counter() > self.deadline:
             raise Ended
 
-    def gradient(self, x: np.ndarray, norm: float) -> None:
-        """Called after each evaluation of the gradient."""
+    def gradient(self, x: np.ndarray | None, norm: float) -> None:
+        """Called after each evaluation of the gradient; x None if the peer keeps its point."""
         for gtol in self.gtols[len(self.times) :]:
             if norm <= gtol:
                 self.times[gtol] = time.perf_counter() - self.began
         if norm <= self.gtol:
-            self.point = np.array(x)
+            self.point = None if x is None else np.array(x)
             raise Ended
-
-    def stop(self) -> None:
-        """Take the time."""
-        self.stopped = time.perf_counter() - self.began
 
 
 @dataclass(frozen=True)
@@ -136,7 +130,7 @@ def newtention(task: Task, watch: Watch, start: np.ndarray) -> int:
     def check(progress: nt.Progress) -> None:
         norm = task.gradient_norm(progress.X, progress.Y)
         try:
-            watch.gradient(np.empty(0), norm)
+            watch.gradient(None, norm)
         except Ended:
             raise StopIteration from None
 

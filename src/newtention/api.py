@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from newtention.derivatives.gradient import data_loss
 from newtention.derivatives.hessian import second_order_tile
 from newtention.layers import Bilinear
 from newtention.memory import available_bytes, newton_bytes, readable, require_memory
@@ -22,7 +22,7 @@ from newtention.notation import ArrayLike
 from newtention.problem import AttentionProblem
 from newtention.run import Callback, Run
 from newtention.solution import Solution
-from newtention.weights import Weights, as_weights, fixed_heads
+from newtention.weights import start_weights
 
 Method = Literal["auto", "newton"]
 Start = None | tuple[ArrayLike, ArrayLike] | ArrayLike | Solution
@@ -32,7 +32,8 @@ Start = None | tuple[ArrayLike, ArrayLike] | ArrayLike | Solution
 class Options:
     """Settings that few users need.
 
-    heads: number of heads of a random start.
+    heads: number of heads of a random start; by default what the problem's bias, Proximity
+        reference or the given start asks for, else 1.
     start_scale: root mean square of the centred logits of a random start.
     gauss_newton_iterations: iterations with the Gauss-Newton matrix before the full Hessian.
     metric_floor: lengths are measured by the absolute diagonal of the Hessian, entries below this
@@ -44,19 +45,18 @@ class Options:
         ValueError: a setting out of range.
     """
 
-    heads: int = 1
+    heads: int | None = None
     start_scale: float = START_SCALE
     gauss_newton_iterations: int = 10
     metric_floor: float = 1e-3
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        _require_count("Options(heads=)", self.heads, 1)
+        if self.heads is not None:
+            _require_count("Options(heads=)", self.heads, 1)
         _require_count("Options(gauss_newton_iterations=)", self.gauss_newton_iterations, 0)
         for name in ("start_scale", "metric_floor"):
-            value = getattr(self, name)
-            if not 0 < value < float("inf"):
-                raise ValueError(f"Options({name}=) must be positive and finite; found {value}.")
+            _require_positive(f"Options({name}=)", getattr(self, name))
 
 
 def solve(
@@ -97,6 +97,8 @@ def solve(
         ValueError: a setting out of range, a start of the wrong shape, a stack of problems.
         MemoryError: the dense matrices do not fit into free memory.
     """
+    if not isinstance(problem, AttentionProblem):
+        raise TypeError(f"problem must be an AttentionProblem; found {type(problem).__name__}.")
     if problem.parts:
         raise ValueError("solve takes one problem; use solve_many for a list of problems.")
     return _solve(
@@ -136,6 +138,8 @@ def solve_many(
         ValueError: as for `solve` and `AttentionProblem.stack`.
         MemoryError: the dense matrices of the batch do not fit into free memory.
     """
+    if not isinstance(problems, list | tuple):
+        raise TypeError(f"problems must be a list; found {type(problems).__name__}.")
     problem = AttentionProblem.stack(problems)
     given = [None] * problem.batch if starts is None else list(starts)
     if len(given) != problem.batch:
@@ -159,17 +163,21 @@ def _solve(
     options: Options | None,
 ) -> list[Solution]:
     began = time.perf_counter()
-    options = options or Options()
+    options = Options() if options is None else options
+    if not isinstance(options, Options):
+        raise TypeError(f"options must be Options(...); found {type(options).__name__}.")
+    if callback is not None and not callable(callback):
+        raise TypeError(f"callback must be callable; found {type(callback).__name__}.")
     _require_count("max_iter", max_iter, 0)
     _require_count("n_init", n_init, 1)
     _require_count("seed", seed, 0)
     if method not in ("auto", "newton"):
         raise ValueError(f'method must be "auto" or "newton"; found {method!r}.')
-    if max_seconds is not None and not max_seconds >= 0:
-        raise ValueError(f"max_seconds must be at least 0; found {max_seconds}.")
-    tol = default_tol(problem.like.dtype) if tol is None else float(tol)
-    if not 0 < tol < float("inf"):
-        raise ValueError(f"tol must be positive and finite; found {tol}.")
+    if max_seconds is not None and max_seconds != 0:
+        _require_positive("max_seconds", max_seconds, finite=False)
+    if tol is None:
+        tol = default_tol(problem.like.dtype)
+    _require_positive("tol", tol)
 
     X, Y, one_head = _starts(problem, starts, n_init, seed, options)
     _require_room(problem, X.shape[1], n_init)
@@ -193,12 +201,16 @@ def _starts(
     """First X and Y of every member, (b n_init, h, ...), and whether the user left heads out."""
     singles = problem.parts or (problem,)
     given = [
-        None if s is None else _given_start(p, s) for p, s in zip(singles, starts, strict=True)
+        None if s is None else start_weights(p, s) for p, s in zip(singles, starts, strict=True)
     ]
     known = [w for w in given if w is not None]
-    heads = {w.layer.heads for w in known} or {fixed_heads(problem) or options.heads}
+    asked = {w.layer.heads for w in known} | {problem.fixed_heads, options.heads}
+    heads = {h for h in asked if h is not None} or {1}
     if len(heads) > 1:
-        raise ValueError(f"All starts must have the same number of heads; found {sorted(heads)}.")
+        raise ValueError(
+            "starts, Options(heads=), bias and Proximity reference must agree on the number of "
+            f"heads; found {sorted(heads)}."
+        )
     h = heads.pop()
     one_head = all(w.one_head for w in known) if known else h == 1
     X = []
@@ -213,19 +225,6 @@ def _starts(
                 X.append(random_start(single, h, seed, r, options.start_scale))
                 Y.append(X[-1].new_zeros(1, h, *problem.widths[2:]))
     return torch.cat(X), torch.cat(Y), one_head
-
-
-def _given_start(problem: AttentionProblem, start: Start) -> Weights:
-    if isinstance(start, str):
-        raise ValueError(f"start must be weights or a Solution; found {start!r}.")
-    if isinstance(start, Solution):
-        start = (start.X, start.Y)
-    if isinstance(start, tuple) and len(start) != 2:
-        raise ValueError(f"start must be (X, Y) or X; found a tuple of {len(start)}.")
-    w = as_weights(problem, *start) if isinstance(start, tuple) else as_weights(problem, start)
-    if not bool(torch.isfinite(data_loss(problem, w.layer, w.theta)).all()):
-        raise ValueError("start must have a finite loss; its logits or outputs overflow.")
-    return w
 
 
 def _require_room(problem: AttentionProblem, heads: int, n_init: int) -> None:
@@ -258,3 +257,11 @@ def _require_room(problem: AttentionProblem, heads: int, n_init: int) -> None:
 def _require_count(name: str, value: int, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
         raise ValueError(f"{name} must be an integer of at least {least}; found {value!r}.")
+
+
+def _require_positive(name: str, value: float, finite: bool = True) -> None:
+    number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    if not number or not value > 0 or (finite and not math.isfinite(value)):
+        raise ValueError(
+            f"{name} must be a positive{' finite' if finite else ''} number; found {value!r}."
+        )

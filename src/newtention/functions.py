@@ -6,6 +6,7 @@ array returned is NumPy if the problem's data were, a torch tensor otherwise.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -36,6 +37,7 @@ def loss(problem: AttentionProblem, X: Point, Y: ArrayLike | None = None) -> flo
     """
     w = as_weights(problem, X, Y)
     total = data_loss(problem, w.layer, w.theta) + penalty(problem, w.layer).value(w.theta)
+    _require_finite("The loss", total)
     return problem.present(total) if problem.parts else float(total[0])
 
 
@@ -48,7 +50,9 @@ def gradient(
         ValueError: weights of the wrong shape, NaN or infinity.
     """
     w = as_weights(problem, X, Y)
-    return w.present(loss_and_gradient(problem, w.layer, w.theta)[1])
+    flat = loss_and_gradient(problem, w.layer, w.theta)[1]
+    _require_finite("The gradient", flat)
+    return w.present(flat)
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,7 +159,9 @@ def predict(problem: AttentionProblem, X: Point, Y: ArrayLike | None = None) -> 
         return evaluate(tile, w.layer, w.theta).C + tile.B
 
     outputs = [map_rows(chunk, output, elements) for chunk in problem.chunks]
-    return problem.present(problem.rows_from_chunks(outputs))
+    rows = problem.rows_from_chunks(outputs)
+    _require_finite("The output", rows)
+    return problem.present(rows)
 
 
 def attention_weights(
@@ -223,7 +229,8 @@ def check_derivatives(
 ) -> DerivativeReport:
     """Compare gradient and Hessian products with central differences along random directions.
 
-    The step is eps^(1/3) relative to the weights, which balances truncation and rounding.
+    The step is eps^(1/3) relative to the weights, or to weights whose logits are about 1 where
+    those are larger; that balances truncation and rounding.
 
     Raises:
         ValueError: weights of the wrong shape, NaN or infinity.
@@ -232,7 +239,7 @@ def check_derivatives(
     theta = w.theta
     eps = torch.finfo(theta.dtype).eps
     generator = torch.Generator().manual_seed(seed)
-    step = eps ** (1 / 3) * float(theta.square().mean().sqrt().clamp(min=eps))
+    step = eps ** (1 / 3) * max(float(theta.square().mean().sqrt()), _typical_weight(problem))
     worst_g = worst_h = 0.0
     slope = loss_and_gradient(problem, w.layer, theta)[1]
     for _ in range(directions):
@@ -242,11 +249,30 @@ def check_derivatives(
         error = (slope * d).sum() - (ahead[0] - behind[0]).sum() / (2 * step)
         # At a minimum the slope vanishes; the curvature then sets the scale.
         size = (slope * d).abs().sum() + (product * d).sum().abs() + ahead[0].sum()
-        worst_g = max(worst_g, float(error.abs() / size.clamp(min=eps)))
+        worst_g = _worse(worst_g, error.abs() / size.clamp(min=eps))
         error = product - (ahead[1] - behind[1]) / (2 * step)
         size = product.square().sum() + ahead[1].square().sum()
-        worst_h = max(worst_h, float((error.square().sum() / size.clamp(min=eps)).sqrt()))
+        worst_h = _worse(worst_h, (error.square().sum() / size.clamp(min=eps)).sqrt())
     return DerivativeReport(worst_g, worst_h, 100 * eps ** (1 / 2))
+
+
+def _worse(worst: float, error: Tensor) -> float:
+    """The larger error; infinite if it is not a number."""
+    return max(worst, float(error)) if bool(torch.isfinite(error)) else math.inf
+
+
+def _typical_weight(problem: AttentionProblem) -> float:
+    """Size of an entry of X at which logits are about 1."""
+    sizes = [
+        c.queries.square().sum(-1).mean() * c.A2.square().sum(-1).mean() for c in problem.chunks
+    ]
+    largest = float(torch.stack(sizes).max())
+    return largest**-0.5 if largest > 0 else 1.0
+
+
+def _require_finite(what: str, values: Tensor) -> None:
+    if not bool(torch.isfinite(values).all()):
+        raise ValueError(f"{what} is not finite at these weights: logits or outputs overflow.")
 
 
 def _require_kind(kind: str) -> None:

@@ -179,6 +179,8 @@ def as_batch_biases(
     if not lead:
         return as_bias("bias", bias, n, m, like)[None]
     t = _as_bias_tensor("bias", bias, like)
+    if t.ndim == 3:
+        require_shape("bias", t, (*lead, n, m), "sequences x queries x keys")
     if t.ndim == 2:
         t = t[None].expand(*lead, n, m) if t.shape == (n, m) else t
     if t.ndim == 3:

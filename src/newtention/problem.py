@@ -72,8 +72,8 @@ class AttentionProblem:
             same number of rows.
         mask: None, "causal" (key k allowed for query j when k <= j), or booleans, True where
             attention is allowed: (n, m) or (s, n, m).
-        bias: added to the logits, (n, m), (h, n, m) with h heads, or with a leading s axis;
-            minus infinity forbids a pair.
+        bias: added to the logits, (n, m) or (h, n, m) with h heads; for 3-D data (n, m),
+            (s, n, m) or (s, h, n, m).  Minus infinity forbids a pair.
         scale: multiplies A1 X A2^T.
         query_weights: weight q_j >= 0 of each row of B, shape of B without its last axis.
         regularizer: `Ridge`, `TokenWeights` or `Proximity`.
@@ -293,9 +293,16 @@ class AttentionProblem:
         for i, other in enumerate(problems):
             if other.kind != first.kind:
                 raise ValueError(
-                    "Stacked problems must have equal widths (d1, d2, d3, p), dtype and device; "
+                    "Stacked problems must have equal widths (d1, d2, d3, p), dtype, device and "
+                    "kind of array; "
                     f"problem 0 has {first.kind}, problem {i} has {other.kind}."
                 )
+        heads = {problem.fixed_heads for problem in problems}
+        if len(heads) > 1 and heads != {None, 1}:
+            raise ValueError(
+                "Stacked problems must ask for the same number of heads by their biases and "
+                f"Proximity references; found {sorted(h or 1 for h in heads)}."
+            )
         merged: dict[tuple, list[Chunk]] = {}
         for i, problem in enumerate(problems):
             for chunk in problem.chunks:
@@ -324,7 +331,8 @@ class AttentionProblem:
     @property
     def kind(self) -> tuple[object, ...]:
         """What stacked problems must have in common."""
-        return *self.widths, str(self.like.dtype)[6:], str(self.like.device)
+        array = "NumPy" if self.numpy else "torch"
+        return *self.widths, str(self.like.dtype)[6:], str(self.like.device), array
 
     @property
     def like(self) -> Tensor:
@@ -336,6 +344,12 @@ class AttentionProblem:
         """Number of heads the bias was given for, or None if it suits any number."""
         heads = {c.bias.shape[2] for c in self.chunks if c.bias is not None} - {1}
         return heads.pop() if heads else None
+
+    @property
+    def fixed_heads(self) -> int | None:
+        """The number of heads that the bias or a Proximity reference asks for, if any."""
+        centre = self.quadratic.centre_x
+        return self.bias_heads or (None if centre is None else centre.shape[1])
 
     def target_energy(self) -> Float[Tensor, " b"]:
         """1/2 sum_j q_j ||B_j||^2 of each independent problem."""
@@ -456,6 +470,11 @@ class AttentionProblem:
             numpy=numpy,
             parts=(),
         )
+        centre = quadratic.centre_x
+        if centre is not None and self.bias_heads not in (None, centre.shape[1]):
+            raise ValueError(
+                f"bias is for {self.bias_heads} heads, Proximity(reference=) for {centre.shape[1]}."
+            )
 
 
 def _require_not_empty(tensors: dict[str, Tensor]) -> None:

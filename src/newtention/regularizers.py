@@ -151,7 +151,9 @@ def _strength(name: str, value: float) -> float:
 
 @dataclass(frozen=True)
 class Ridge(Regularizer):
-    """x/2 ||X||_F^2 + y/2 ||Y||_F^2.
+    """x/2 ||X||_F^2 + y/2 ||Y||_F^2, summed over heads.
+
+    On a factored layer x acts on W_Q and W_K, y on W_V and W_O; biases are free.
 
     Args:
         x: strength on X, at least 0.
@@ -224,8 +226,9 @@ class Proximity(Regularizer):
 
     With E1, E2, E3 the means of a a^T over all query, key and value tokens, and n the number of
     query tokens: strength n/2 (<dX, E1 dX E2> + <dY, E3 dY>).  The first term is the mean square
-    change of a logit over independent pairs of tokens, the second that of a value, both times n,
-    so that a strength of 1 weighs them like the data loss, whatever the amount of data.
+    of a1^T dX a2 over independent pairs of tokens (the change of a logit before the scale, which no
+    regulariser knows), the second that of a value, both times n, so that a strength of 1 weighs
+    them like the data loss, whatever the amount of data.
 
     Args:
         reference: (X, Y), shaped like the solution.

@@ -24,7 +24,7 @@ class Progress:
 
     iteration: its number, from 0.
     records: the latest record of every start of every problem, in order.
-    record: the one with the lowest loss.
+    record: the one with the lowest loss (of all problems, for `solve_many`).
     X, Y: current weights of that one, shaped like a solution's.
     ended: whether each start has ended.
     seconds: since the start of the run.

@@ -102,7 +102,8 @@ def _padded(
     """Stack tensors to (1, s, ...), the axes from `skip` on padded at the end to `lengths`."""
     shape = (*parts[0].shape[:skip], *lengths, *parts[0].shape[skip + len(lengths) :])
     if len(parts) == 1 and tuple(parts[0].shape) == shape:
-        return parts[0][None, None].contiguous()
+        # A copy: the problem must not change when the caller reuses the array.
+        return parts[0][None, None].clone(memory_format=torch.contiguous_format)
     out = parts[0].new_full((len(parts), *shape), fill)
     for row, part in zip(out, parts, strict=True):
         row[tuple(slice(k) for k in part.shape)] = part

@@ -35,7 +35,8 @@ _SENTENCES = {
     Status.TIME_LIMIT: "Stopped at the time limit, before the tolerance was met.",
     Status.STOPPED: "Stopped by the callback.",
     Status.INTERRUPTED: "Interrupted; this is the best point so far.",
-    Status.OVERFLOW: "Stopped because the derivatives overflowed; this is the last finite point.",
+    Status.OVERFLOW: "Stopped because the derivatives overflow or underflow here; rescale the "
+    "tokens or the targets. This is the last usable point.",
 }
 
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from newtention.derivatives.gradient import data_loss
 from newtention.inputs import as_like, require_shape
 from newtention.layers import Bilinear, FactoredAttention, Parametrisation
 from newtention.notation import Array, ArrayLike
 from newtention.problem import AttentionProblem
+from newtention.solution import Solution
 
 Point = ArrayLike | FactoredAttention
 """What functions take as weights: X (with Y beside it) or a layer."""
@@ -69,7 +73,7 @@ def as_weights(problem: AttentionProblem, X: Point, Y: ArrayLike | None = None) 
         if isinstance(X, FactoredAttention)
         else _bilinear_weights(problem, X, Y)
     )
-    heads = fixed_heads(problem)
+    heads = problem.fixed_heads
     if heads is not None and heads != weights.layer.heads:
         raise ValueError(
             f"The problem's bias or Proximity reference is for {heads} head(s); the weights have "
@@ -106,10 +110,27 @@ def _bilinear_weights(problem: AttentionProblem, X: ArrayLike, Y: ArrayLike | No
     return Weights(layer, layer.pack(x, y), one_head, problem)
 
 
-def fixed_heads(problem: AttentionProblem) -> int | None:
-    """The number of heads that the problem's bias or Proximity reference asks for, if any."""
-    centre = problem.quadratic.centre_x
-    return problem.bias_heads or (None if centre is None else centre.shape[1])
+def start_weights(problem: AttentionProblem, start: object) -> Weights:
+    """(X, Y), X alone or a Solution as a point with a finite loss.
+
+    Raises:
+        ValueError: a wrong number of parts, shapes that do not fit, a loss that overflows, or a
+            factored layer, which there is no solver for yet.
+    """
+    if isinstance(start, FactoredAttention):
+        raise ValueError("start must be (X, Y), X or a Solution; factored layers cannot be solved.")
+    if isinstance(start, str):
+        raise ValueError(f"start must be (X, Y), X or a Solution; found {start!r}.")
+    if isinstance(start, Solution):
+        start = (start.X, start.Y)
+    if isinstance(start, list) and all(isinstance(t, Tensor | np.ndarray) for t in start):
+        start = tuple(start)
+    if isinstance(start, tuple) and len(start) != 2:
+        raise ValueError(f"start must be (X, Y) or X; found {len(start)} parts.")
+    w = as_weights(problem, *start) if isinstance(start, tuple) else as_weights(problem, start)
+    if not bool(torch.isfinite(data_loss(problem, w.layer, w.theta)).all()):
+        raise ValueError("start must have a finite loss; its logits or outputs overflow.")
+    return w
 
 
 def _with_axes(

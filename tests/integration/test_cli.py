@@ -263,7 +263,7 @@ MISTAKES = {
     "ridge": (lambda f: good(f, "--ridge", "-1"), "'--ridge'"),
     "ridge NaN": (lambda f: good(f, "--ridge", "nan"), "idge"),
     "ridge text": (lambda f: good(f, "--ridge", "much"), "'--ridge'"),
-    "tol": (lambda f: good(f, "--tol", "0"), "tol must be positive and finite"),
+    "tol": (lambda f: good(f, "--tol", "0"), "tol must be a positive finite number"),
     "scale": (lambda f: good(f, "--scale", "-1"), "scale must be a positive finite number"),
     "heads": (lambda f: good(f, "--heads", "0"), "'--heads'"),
     "option": (lambda f: good(f, "--ridges", "1"), "--ridges"),

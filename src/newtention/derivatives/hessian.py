@@ -17,7 +17,7 @@ triangle only, which halves both sides of the dominant product.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
@@ -61,10 +61,6 @@ class HessianBlocks:
         yy = H[:, nx:, nx:].unflatten(1, (k, p)).unflatten(3, (k, p))
         yy.diagonal(dim1=2, dim2=4).copy_(self.gram[..., None].expand(b, k, k, p))
         return H
-
-    def take(self, index: Int[Tensor, " k"]) -> HessianBlocks:
-        """The blocks of the independent problems at `index`."""
-        return replace(self, xx=self.xx[index], xy=self.xy[index], gram=self.gram[index])
 
 
 def second_order(

@@ -54,6 +54,10 @@ class FactoredAttention:
 
     def __post_init__(self) -> None:
         """Convert to tensors (or NumPy arrays, as given) and check the shapes."""
+        if not 0 < float(self.scale) < float("inf"):
+            raise ValueError(f"scale must be a positive finite number; found {self.scale}.")
+        if self.rotary is not None and not isinstance(self.rotary, Rotary):
+            raise TypeError(f"rotary must be Rotary(...) or None; found {self.rotary!r}.")
         given = {n: getattr(self, n) for n in _BLOCKS if getattr(self, n) is not None}
         tensors, numpy = as_tensors(given)
         for name, t in tensors.items():
@@ -69,7 +73,7 @@ class FactoredAttention:
                     f"found {shape_text(found)}."
                 )
         for name, t in tensors.items():
-            object.__setattr__(self, name, t.numpy() if numpy else t)
+            object.__setattr__(self, name, t.numpy().copy() if numpy else t.clone())
 
     @property
     def parametrisation(self) -> Factored:
@@ -84,6 +88,9 @@ class FactoredAttention:
     def with_theta(self, theta: ArrayLike) -> FactoredAttention:
         """The same layer with the weights of a flat vector."""
         flat = torch.as_tensor(theta)
+        size = self.parametrisation.size
+        if tuple(flat.shape) != (size,):
+            raise ValueError(f"theta must have {size} entries; found {shape_text(flat.shape)}.")
         numpy = not isinstance(self.W_Q, Tensor)
         parts: dict[str, Array] = {}
         for block in self.parametrisation.blocks:

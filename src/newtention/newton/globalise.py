@@ -23,7 +23,7 @@ def loss_noise(
     behind F.
     """
     eps = 8.0 * torch.finfo(loss.dtype).eps
-    return eps * (loss.abs() + 2.0 * (data_loss * energy).sqrt()) + eps**2 * energy
+    return eps * (loss.abs() + 2.0 * data_loss.sqrt() * energy.sqrt()) + eps**2 * energy
 
 
 def ratio(actual: Float[Tensor, " b"], predicted: Float[Tensor, " b"]) -> Float[Tensor, " b"]:

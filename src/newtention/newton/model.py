@@ -74,7 +74,10 @@ def model_at(
     loss, GX, GY, blocks = second_order(problem, X, Y, share)
     reduced = eliminate_output(blocks, GX, GY)
     H, g = reduced.hessian, reduced.gradient
-    finite = torch.isfinite(H).flatten(1).all(1) & torch.isfinite(g).all(1) & torch.isfinite(loss)
+    data = (loss - problem.quadratic.value(X, Y)).clamp(min=0)
+    noise = loss_noise(loss, data, energy)
+    finite = torch.isfinite(H).flatten(1).all(1) & torch.isfinite(g).all(1)
+    finite &= torch.isfinite(loss) & torch.isfinite(noise) & torch.isfinite(unit)
     if not bool(finite.all()):
         H = torch.where(finite[:, None, None], H, torch.eye(H.shape[-1]).to(H))
         g = torch.where(finite[:, None], g, 0.0)
@@ -82,7 +85,6 @@ def model_at(
     floor = torch.maximum(metric_floor * diagonal.mean(1), ROUNDED_AWAY * unit)
     metric = torch.maximum(diagonal, floor[:, None])
     root = torch.where(metric > 0, metric, torch.ones_like(metric)).sqrt()
-    data = loss - problem.quadratic.value(X, Y)
     length = torch.linalg.vector_norm(X.flatten(1) * root, dim=-1)
     # X = 0 has no length: take that of weights whose logits have a mean square of 1.
     logits = energy / torch.where(unit > 0, unit, torch.ones_like(unit))
@@ -95,13 +97,16 @@ def model_at(
         length=length,
         loss=loss,
         gradient=torch.linalg.vector_norm(g, dim=-1),
-        noise=loss_noise(loss, data.clamp(min=0), energy),
+        noise=noise,
         finite=finite,
     )
 
 
 def curvature_unit(problem: AttentionProblem, energy: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
-    """Size of curvature in one entry of X: 1/2 ||B||^2 per mean square change of the logits."""
+    """Size of curvature in one entry of X: 1/2 ||B||^2 per mean square change of the logits.
+
+    NaN if it underflows.
+    """
 
     def tile_sums(tile: Chunk) -> tuple[Tensor, ...]:
         a1, a2 = tile.queries.square().sum((1, 2, 3)), tile.A2.square().sum((1, 2, 3))
@@ -109,4 +114,7 @@ def curvature_unit(problem: AttentionProblem, energy: Float[Tensor, " b"]) -> Fl
 
     a1, a2, n, m = reduce(problem.chunks, problem.batch, tile_sums)
     d1, d2, _, _ = problem.widths
-    return energy * a1 * a2 / (n * m * d1 * d2)
+    mean1, mean2 = a1 / (n * d1), a2 / (m * d2)
+    unit = energy * mean1 * mean2
+    lost = (unit == 0) & (energy > 0) & (mean1 > 0) & (mean2 > 0)
+    return torch.where(lost, torch.nan, unit)

@@ -49,7 +49,7 @@ class CurvatureOperator:
         """
         w = self.weights
         v = as_like("The vector", vectors, w.theta)
-        if v.ndim not in (1, 2) or v.shape[0] != w.layer.size:
+        if v.ndim not in (1, 2) or v.shape[0] != w.layer.size or v.numel() == 0:
             raise ValueError(
                 f"The operator takes vectors of length {w.layer.size}, as (N,) or (N, k); "
                 f"found {shape_text(v.shape)}."

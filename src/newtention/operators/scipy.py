@@ -17,7 +17,8 @@ from newtention.newton.starts import random_start
 from newtention.newton.varpro import project
 from newtention.notation import ArrayLike
 from newtention.problem import AttentionProblem
-from newtention.weights import Weights, as_weights, fixed_heads
+from newtention.solution import Solution
+from newtention.weights import Weights, as_weights, start_weights
 
 
 class ScipyProblem(NamedTuple):
@@ -36,14 +37,15 @@ class ScipyProblem(NamedTuple):
 
 def to_scipy(
     problem: AttentionProblem,
-    start: tuple[ArrayLike, ArrayLike] | FactoredAttention | None = None,
+    start: tuple[ArrayLike, ArrayLike] | ArrayLike | Solution | FactoredAttention | None = None,
     seed: int = 0,
 ) -> ScipyProblem:
     """Our loss and derivatives as scipy expects them; `hess` exists in the bilinear form only.
 
     Args:
         problem: a single problem.
-        start: (X, Y) or a layer for x0; otherwise the start that `solve` would use with this seed.
+        start: (X, Y), X, a Solution or a layer for x0; by default the start that `solve` would
+            use with this seed.
         seed: of the random start.
 
     Raises:
@@ -54,14 +56,14 @@ def to_scipy(
             "to_scipy takes one problem; use it on each member of the stack's `parts`."
         )
     if start is None:
-        layer = Bilinear(fixed_heads(problem) or 1, *problem.widths)
+        layer = Bilinear(problem.fixed_heads or 1, *problem.widths)
         X = random_start(problem, layer.heads, seed)
         Y, _ = project(problem, X, X.new_zeros(1, layer.heads, layer.d3, layer.p))
         w = Weights(layer, layer.pack(X, Y), layer.heads == 1, problem)
     elif isinstance(start, FactoredAttention):
         w = as_weights(problem, start)
     else:
-        w = as_weights(problem, *start)
+        w = start_weights(problem, start)
     known: dict[str, tuple[np.ndarray, float, np.ndarray]] = {}
 
     def tensor(x: np.ndarray) -> Tensor:

@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks import batch, charts, environment, head, hessian, planted, symmetric
+from benchmarks import batch, charts, choices, environment, head, hessian, planted, symmetric
 
 BENCHMARKS = {
     "hessian": hessian,
@@ -23,6 +23,7 @@ BENCHMARKS = {
     "head": head,
     "batch": batch,
     "symmetric": symmetric,
+    "choices": choices,
 }
 
 
@@ -60,7 +61,8 @@ def main() -> None:
             "data": data,
         }
         save(arguments.out / "results.json", name, record)
-        charts.CHARTS[name](data).savefig(arguments.out / f"{name}.png", dpi=150)
+        if name in charts.CHARTS:
+            charts.CHARTS[name](data).savefig(arguments.out / f"{name}.png", dpi=150)
         print(module.report(data), flush=True)
     print(f"\nResults: {arguments.out}")
 

@@ -28,6 +28,14 @@ def test_benchmark_runs_at_toy_size(name, tmp_path):
     assert chart.stat().st_size > 0
 
 
+def test_choices_run_at_toy_size():
+    from benchmarks import choices
+
+    data = choices.run("toy")
+    assert all(0 < losses[0] < 1 for variants in data.values() for losses in variants.values())
+    assert "packaged head" in choices.report(data)
+
+
 def test_threads_must_be_capped(monkeypatch):
     from benchmarks import environment
 

@@ -16,12 +16,6 @@ SMALL = [c for c in CASES if c.name not in SATURATED_CASES]
 TABLE = pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 
 
-def projected(problem, X, Y):
-    """`project` may return more than Y; Y is what the tests look at."""
-    result = project(problem, X, Y)
-    return result[0] if isinstance(result, tuple) else result
-
-
 def attended(case, X):
     """(all queries, h d3): the matrix that the outputs are linear in."""
     heads = X if X.ndim == 3 else X[None]
@@ -52,7 +46,7 @@ def weighted_rows(case):
 def test_projection_is_least_squares(case):
     """The fit is that of lstsq, also where the minimiser is not unique."""
     w = as_weights(case.problem(), *case.point())
-    Y = projected(w.problem, w.bilinear[1], w.bilinear[2])
+    Y = project(w.problem, w.bilinear[1], w.bilinear[2])
     root, B = weighted_rows(case)
     W = root * attended(case, case.X)
     best = torch.linalg.lstsq(W, root * B, driver="gelsd").solution
@@ -64,22 +58,22 @@ def test_projection_is_least_squares(case):
 @TABLE
 def test_projection_is_stationary_and_stable(case):
     w = as_weights(case.problem(), *case.point())
-    Y = projected(w.problem, w.bilinear[1], w.bilinear[2])
+    Y = project(w.problem, w.bilinear[1], w.bilinear[2])
     _, GY = nt.gradient(w.problem, w.bilinear[1][0], Y[0])
     _, before = nt.gradient(w.problem, w.bilinear[1][0], w.bilinear[2][0])
     assert GY.abs().max() <= 1e-9 * before.abs().max()
-    require_close("again", projected(w.problem, w.bilinear[1], Y), Y, 1e-9)
+    require_close("again", project(w.problem, w.bilinear[1], Y), Y, 1e-9)
 
 
 def test_projection_keeps_what_the_data_do_not_determine():
     """Rank-deficient values: the minimiser nearest to the given Y, so null directions stay."""
     case = BY_NAME["rank-deficient tokens"]
     w = as_weights(case.problem(), *case.point())
-    Y = projected(w.problem, w.bilinear[1], w.bilinear[2])
+    Y = project(w.problem, w.bilinear[1], w.bilinear[2])
     # Values are multiples of (1, 2): Y along (2, -1) is free.
     null = torch.tensor([2.0, -1.0]).double()
     require_close("null part", null @ Y[0, 0], null @ w.bilinear[2][0, 0], 1e-12)
-    least = projected(w.problem, w.bilinear[1], torch.zeros_like(w.bilinear[2]))
+    least = project(w.problem, w.bilinear[1], torch.zeros_like(w.bilinear[2]))
     assert (null @ least[0, 0]).abs().max() < 1e-12
     require_close(
         "same fit", *(nt.loss(w.problem, w.bilinear[1][0], y[0]) for y in (Y, least)), 1e-12
@@ -89,9 +83,9 @@ def test_projection_keeps_what_the_data_do_not_determine():
 def test_projection_of_a_stack():
     stack = nt.AttentionProblem.stack([case.problem() for case in STACK])
     X, Y = (torch.stack([getattr(c, w) for c in STACK])[:, None] for w in "XY")
-    got = projected(stack, X, Y)
+    got = project(stack, X, Y)
     for i, case in enumerate(STACK):
-        one = projected(case.problem(), X[i : i + 1], Y[i : i + 1])
+        one = project(case.problem(), X[i : i + 1], Y[i : i + 1])
         require_close(case.name, got[i : i + 1], one, 1e-10)
 
 
@@ -140,7 +134,7 @@ def closed_form(case):
 def test_schur_complement_is_the_hessian_of_the_projected_loss(name):
     case = BY_NAME[name]
     w = as_weights(case.problem(), *case.point())
-    Y = projected(w.problem, w.bilinear[1], w.bilinear[2])
+    Y = project(w.problem, w.bilinear[1], w.bilinear[2])
     _, GX, GY, blocks = second_order(w.problem, w.bilinear[1], Y)
     reduced = eliminate_output(blocks, GX, GY)
     f = closed_form(case)

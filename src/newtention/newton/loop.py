@@ -165,11 +165,9 @@ def iterate(
 
 def _first_members(problem: AttentionProblem, X: Tensor, Y: Tensor) -> Members:
     """The start, Y solved for X."""
-    layer = Bilinear(X.shape[1], *problem.widths)
-    projected, projected_loss = project(problem, X, Y)
-    given_loss = data_loss(problem, layer, layer.pack(X, Y)) + problem.quadratic.value(X, Y)
-    better = projected_loss <= given_loss
-    zero = torch.zeros_like(projected_loss)
+    projected = project(problem, X, Y)
+    better = total_loss(problem, X, projected) <= total_loss(problem, X, Y)
+    zero = X.new_zeros(problem.batch)
     no = torch.zeros_like(better)
     return Members(
         X,
@@ -180,6 +178,12 @@ def _first_members(problem: AttentionProblem, X: Tensor, Y: Tensor) -> Members:
         invisible=zero + torch.inf,
         stuck=no,
     )
+
+
+def total_loss(problem: AttentionProblem, X: Tensor, Y: Tensor) -> Float[Tensor, " b"]:
+    """Data loss and regulariser."""
+    layer = Bilinear(X.shape[1], *problem.widths)
+    return data_loss(problem, layer, layer.pack(X, Y)) + problem.quadratic.value(X, Y)
 
 
 def _look(
@@ -275,8 +279,8 @@ def _try(
 ) -> tuple[Members, Taken, Bool[Tensor, " b"]]:
     """Try one step: the members' new state, what to record, and who moved."""
     X = at.X + (step.step / model.root).view_as(at.X)
-    Y, loss = project(problem, X, at.Y)
-    change = model.loss - loss
+    Y = project(problem, X, at.Y)
+    change = model.loss - total_loss(problem, X, Y)
     gain = ratio(change, step.decrease)
     success = accepted(change, step.decrease, model.noise)
     invisible = success & (step.decrease <= model.noise)

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from newtention.chunks import Chunk, contract, reduce
-from newtention.derivatives.gradient import forward_elements, tile_loss
+from newtention.derivatives.gradient import forward_elements
 from newtention.derivatives.hessian import HessianBlocks, flat_heads
 from newtention.layers import Bilinear, evaluate
 from newtention.linsolve.pseudo_inverse import gram_inverse
@@ -31,34 +31,28 @@ class Reduced:
 
 def project(
     problem: AttentionProblem, X: Float[Tensor, "b h d1 d2"], Y: Float[Tensor, "b h d3 p"]
-) -> tuple[Float[Tensor, "b h d3 p"], Float[Tensor, " b"]]:
-    """The minimiser over Y at fixed X that is nearest to the given Y, and the total loss there.
+) -> Float[Tensor, "b h d3 p"]:
+    """The minimiser over Y at fixed X that is nearest to the given Y.
 
     Solved as a Newton correction dY of Y, which is exact for a quadratic and keeps the accuracy of
-    the gradient rather than that of the normal equations' right-hand side.  One pass over the data
-    gives loss, gradient and curvature in Y; the loss at Y + dY follows from them.
+    the gradient rather than that of the normal equations' right-hand side.
     """
     b, h, d3, p = Y.shape
     layer = Bilinear(h, *problem.widths)
     theta = layer.pack(X, Y)
 
-    def tile_sums(tile: Chunk) -> tuple[Tensor, Tensor, Tensor]:
+    def tile_sums(tile: Chunk) -> tuple[Tensor, Tensor]:
         at = evaluate(tile, layer, theta)
         w = flat_heads(at.attended)
         weighted = flat_heads(at.attended * tile.weight[:, :, None, :, None])
-        return tile_loss(at), contract(at.attended, at.qC[:, :, None]), weighted.mT @ w
+        return contract(at.attended, at.qC[:, :, None]), weighted.mT @ w
 
-    loss, GY, gram = reduce(
-        problem.chunks, problem.batch, tile_sums, forward_elements(problem, layer)
-    )
+    GY, gram = reduce(problem.chunks, problem.batch, tile_sums, forward_elements(problem, layer))
     quadratic = problem.quadratic
-    loss = loss + quadratic.value(X, Y)
     GY = (GY + quadratic.gradient(X, Y)[1]).reshape(b, h * d3, p)
     for i in range(h):
         gram[:, i * d3 : (i + 1) * d3, i * d3 : (i + 1) * d3] += quadratic.gram
-    dY = -gram_inverse(gram).solve(GY)
-    change = ((GY + 0.5 * gram @ dY) * dY).flatten(1).sum(1)
-    return Y + dY.view(b, h, d3, p), (loss + change).clamp(min=0)
+    return Y - gram_inverse(gram).solve(GY).view(b, h, d3, p)
 
 
 def eliminate_output(blocks: HessianBlocks, GX: Tensor, GY: Tensor) -> Reduced:

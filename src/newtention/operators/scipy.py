@@ -58,7 +58,7 @@ def to_scipy(
     if start is None:
         layer = Bilinear(problem.fixed_heads or 1, *problem.widths)
         X = random_start(problem, layer.heads, seed)
-        Y, _ = project(problem, X, X.new_zeros(1, layer.heads, layer.d3, layer.p))
+        Y = project(problem, X, X.new_zeros(1, layer.heads, layer.d3, layer.p))
         w = Weights(layer, layer.pack(X, Y), layer.heads == 1, problem)
     elif isinstance(start, FactoredAttention):
         w = as_weights(problem, start)

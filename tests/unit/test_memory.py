@@ -54,8 +54,8 @@ def measured(*case):
     return map(int, done.stdout.split())
 
 
-# Matrices above 32 MiB: glibc hands smaller ones back late, and the peak then depends on luck.  Long
-# sequences of narrow tokens, whose peak is made of 32 MiB tiles, are no case for that reason.
+# Matrices above 32 MiB: glibc hands smaller ones back late, and the peak then depends on luck.
+# Long sequences of narrow tokens, whose peak is made of 32 MiB tiles, are no case for that reason.
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
     "case",

@@ -95,6 +95,7 @@ def solve(
 
     Raises:
         ValueError: a setting out of range, a start of the wrong shape, a stack of problems.
+        TypeError: a problem, options or callback of another kind.
         MemoryError: the dense matrices do not fit into free memory.
     """
     if not isinstance(problem, AttentionProblem):

@@ -12,7 +12,8 @@ from newtention.functions import (
     loss,
     predict,
 )
-from newtention.layers import FactoredAttention, Rotary
+from newtention.io import load_layer, save_layer
+from newtention.layers import BilinearAttention, FactoredAttention, Rotary
 from newtention.operators.curvature import CurvatureOperator
 from newtention.operators.scipy import ScipyProblem, to_scipy
 from newtention.problem import AttentionProblem
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AttentionProblem",
+    "BilinearAttention",
     "CurvatureOperator",
     "DerivativeReport",
     "FactoredAttention",
@@ -45,8 +47,10 @@ __all__ = [
     "gradient",
     "hessian",
     "hessian_operator",
+    "load_layer",
     "loss",
     "predict",
+    "save_layer",
     "solve",
     "solve_many",
     "to_scipy",

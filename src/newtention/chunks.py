@@ -8,7 +8,7 @@ shapes inside, padding with weight 0.  Every sum over the data in this library i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -170,20 +170,35 @@ def reduce(
     is the batch of independent problems.  elements_per_row is the size of fn's largest intermediate
     per query row; it sets the tiles (0: whole chunks).
     """
+    def parts() -> Iterator[tuple[Chunk, tuple[Tensor, ...]]]:
+        for chunk in chunks:
+            for tile in chunk.tiles(elements_per_row) if elements_per_row else (chunk,):
+                yield tile, fn(tile)
+
+    return sum_by_owner(parts(), batch)
+
+
+def sum_by_owner(
+    parts: Iterable[tuple[Chunk, tuple[Tensor, ...]]], batch: int
+) -> tuple[Tensor, ...]:
+    """Sum tensors computed on tiles, by owner, in the order given; see `reduce`."""
     totals: list[Tensor] = []
-    for chunk in chunks:
-        for tile in chunk.tiles(elements_per_row) if elements_per_row else (chunk,):
-            parts = fn(tile)
-            if not totals and len(chunks) == 1 and tile is chunk and _is_identity(chunk, batch):
-                return parts
-            if not totals:
-                totals = [part.new_zeros(batch, *part.shape[1:]) for part in parts]
-            for total, part in zip(totals, parts, strict=True):
-                if batch == 1:
-                    total.add_(part)
-                else:
-                    total.index_add_(0, tile.owner, part)
-    return tuple(totals)
+    first: tuple[Tensor, ...] = ()
+    for tile, values in parts:
+        if not totals:
+            # A single tile that holds every owner needs no sum.
+            if not first and _is_identity(tile, batch):
+                first = values
+                continue
+            totals = [v.new_zeros(batch, *v.shape[1:]) for v in first or values]
+            for total, v in zip(totals, first, strict=bool(first)):
+                total.add_(v)
+        for total, v in zip(totals, values, strict=True):
+            if batch == 1:
+                total.add_(v)
+            else:
+                total.index_add_(0, tile.owner, v)
+    return tuple(totals) or first
 
 
 def map_rows(

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from newtention.chunks import Chunk, map_rows
-from newtention.derivatives.gradient import data_loss, forward_elements, loss_and_gradient
+from newtention.derivatives.gradient import data_loss, loss_and_gradient
 from newtention.derivatives.hessian import HessianBlocks, second_order, second_order_tile
+from newtention.derivatives.linearised import forward_elements
 from newtention.derivatives.penalty import penalty
 from newtention.derivatives.products import Kind, hessian_product
 from newtention.layers import evaluate, weights_of_heads

@@ -11,12 +11,18 @@ from torch import Tensor
 
 from newtention.derivatives.gradient import data_loss
 from newtention.inputs import as_like, require_shape
-from newtention.layers import Bilinear, FactoredAttention, Parametrisation
+from newtention.layers import (
+    AttentionLayer,
+    Bilinear,
+    BilinearAttention,
+    FactoredAttention,
+    Parametrisation,
+)
 from newtention.notation import Array, ArrayLike
 from newtention.problem import AttentionProblem
 from newtention.solution import Solution
 
-Point = ArrayLike | FactoredAttention
+Point = ArrayLike | AttentionLayer
 """What functions take as weights: X (with Y beside it) or a layer."""
 
 
@@ -68,11 +74,10 @@ def as_weights(problem: AttentionProblem, X: Point, Y: ArrayLike | None = None) 
     Raises:
         ValueError: shapes that do not fit, NaN or infinity.
     """
-    weights = (
-        _factored_weights(problem, X, Y)
-        if isinstance(X, FactoredAttention)
-        else _bilinear_weights(problem, X, Y)
-    )
+    if isinstance(X, AttentionLayer):
+        weights = _layer_weights(problem, X, Y)
+    else:
+        weights = _bilinear_weights(problem, X, Y)
     heads = problem.fixed_heads
     if heads is not None and heads != weights.layer.heads:
         raise ValueError(
@@ -82,7 +87,7 @@ def as_weights(problem: AttentionProblem, X: Point, Y: ArrayLike | None = None) 
     return weights
 
 
-def _factored_weights(problem: AttentionProblem, layer: FactoredAttention, Y: object) -> Weights:
+def _layer_weights(problem: AttentionProblem, layer: AttentionLayer, Y: object) -> Weights:
     if Y is not None:
         raise ValueError("Y must be left out beside a layer.")
     if problem.parts:
@@ -94,7 +99,8 @@ def _factored_weights(problem: AttentionProblem, layer: FactoredAttention, Y: ob
             f"The layer's widths (d1, d2, d3, p) must be the problem's, {problem.widths}; "
             f"found {found}."
         )
-    return Weights(shape, as_like("layer", layer.theta, problem.like)[None], False, problem)
+    one_head = isinstance(layer, BilinearAttention) and layer.X.ndim == 2
+    return Weights(shape, as_like("layer", layer.theta, problem.like)[None], one_head, problem)
 
 
 def _bilinear_weights(problem: AttentionProblem, X: ArrayLike, Y: ArrayLike | None) -> Weights:

@@ -9,6 +9,7 @@ import torch
 
 import newtention as nt
 from newtention.derivatives.products import hessian_product
+from newtention.layers import AttentionLayer
 
 
 def weights(seed=0, h=4, g=2, d1=5, d2=6, d3=3, e=4, f=2, p=7, biases=True, **settings):
@@ -270,6 +271,7 @@ def test_rotation_depends_on_relative_positions_only():
         ({"W_O": torch.zeros(4, 3, 7).double()}, "W_O must be 4 x 2 x 7"),
         ({"b_K": None}, "b_Q and b_K"),
         ({"W_Q": torch.zeros(4, 5).double()}, "W_Q must have 3 axes"),
+        ({"W_K": torch.zeros(0, 6, 4).double()}, "not be empty; found 0 x 6 x 4"),
         ({"W_V": torch.full((2, 3, 2), torch.nan).double()}, "W_V must hold finite"),
         ({"rotary": nt.Rotary(), "W_Q": torch.zeros(4, 5, 3).double()}, "even head width"),
     ],
@@ -303,3 +305,295 @@ def test_bad_uses_are_refused(unchecked):
         nt.Rotary(pairing="thirds")
     with pytest.raises(TypeError, match="MultiheadAttention"):
         nt.FactoredAttention.from_torch(torch.nn.Linear(2, 2))
+
+
+def bilinear_problem(numpy=False, **settings):
+    draw = np.random.default_rng(0)
+    arrays = [draw.standard_normal((n, d)) for n, d in ((9, 3), (8, 4), (8, 2), (9, 5))]
+    return nt.AttentionProblem(*(arrays if numpy else map(torch.tensor, arrays)), **settings)
+
+
+def bilinear_weights(*heads, numpy=False):
+    draw = np.random.default_rng(1)
+    X, Y = draw.standard_normal((*heads, 3, 4)), draw.standard_normal((*heads, 2, 5))
+    return (X, Y) if numpy else (torch.tensor(X), torch.tensor(Y))
+
+
+@pytest.mark.parametrize("numpy", [False, True])
+@pytest.mark.parametrize("heads", [(), (1,), (3,)])
+def test_bilinear_layers_stand_for_their_weights(heads, numpy):
+    problem = bilinear_problem(numpy, regularizer=nt.Ridge(0.1, 0.2))
+    X, Y = bilinear_weights(*heads, numpy=numpy)
+    layer = nt.BilinearAttention(X, Y)
+    assert isinstance(layer, AttentionLayer)
+    assert layer.heads == (heads[0] if heads else 1)
+    assert nt.loss(problem, layer) == nt.loss(problem, X, Y)
+    pairs = [
+        (nt.predict(problem, layer), nt.predict(problem, X, Y)),
+        (nt.attention_weights(problem, layer), nt.attention_weights(problem, X, Y)),
+        (nt.hessian(problem, layer).to_dense(), nt.hessian(problem, X, Y).to_dense()),
+        *zip(nt.gradient(problem, layer), nt.gradient(problem, X, Y), strict=True),
+    ]
+    for found, wanted in pairs:
+        assert type(found) is type(wanted) is (np.ndarray if numpy else torch.Tensor)
+        assert found.shape == wanted.shape
+        assert (found == wanted).all()
+
+
+def test_bilinear_layers_are_starts():
+    problem = bilinear_problem(regularizer=nt.Ridge(0.1, 0.1))
+    X, Y = bilinear_weights(2)
+    one, other = (
+        nt.solve(problem, start=s, max_iter=2) for s in (nt.BilinearAttention(X, Y), (X, Y))
+    )
+    assert torch.equal(one.X, other.X)
+    assert torch.equal(one.start_X, X)
+
+
+def pair(layer):
+    return layer.X, layer.Y
+
+
+def test_bilinear_flat_vector_round_trip():
+    for heads in ((), (1,), (3,)):
+        for numpy in (False, True):
+            layer = nt.BilinearAttention(*bilinear_weights(*heads, numpy=numpy))
+            assert torch.equal(
+                layer.theta, torch.tensor(np.concatenate([np.ravel(w) for w in pair(layer)]))
+            )
+            doubled = layer.with_theta(2 * layer.theta)
+            for old, new in zip(pair(layer), pair(doubled), strict=True):
+                assert type(new) is type(old)
+                assert new.shape == old.shape
+                assert (new == 2 * old).all()
+    with pytest.raises(ValueError, match="theta must have 66 entries; found 3"):
+        layer.with_theta(torch.zeros(3))
+
+
+def test_layers_keep_copies():
+    X, Y = bilinear_weights()
+    layer, kept = nt.BilinearAttention(X, Y), X.clone()
+    X.zero_()
+    assert torch.equal(layer.X, kept)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        layer.X = Y
+
+
+def test_layers_show_their_shapes():
+    assert repr(nt.BilinearAttention(*bilinear_weights())) == (
+        "BilinearAttention(1 head; d1 3, d2 4, d3 2, p 5)"
+    )
+    assert repr(weights(rotary=nt.Rotary())) == (
+        "FactoredAttention(4 heads (2 for keys and values); d1 5, d2 6, d3 3, p 7, e 4, f 2; "
+        "scale 1, rotary)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("X", "Y", "message"),
+    [
+        (torch.zeros(3), torch.zeros(2, 2), "X must have 2 axes, or 3 .*found 3"),
+        (torch.zeros(3, 2), torch.zeros(1, 2, 2, 2), "Y must have 2 axes.*1 x 2 x 2 x 2"),
+        (torch.zeros(0, 3, 2), torch.zeros(0, 2, 2), "not be empty; found 0 x 3 x 2"),
+        (torch.zeros(2, 3, 2), torch.zeros(3, 2, 2), "the same heads.*2 x 3 x 2 and 3 x 2 x 2"),
+        (torch.zeros(1, 3, 2), torch.zeros(2, 2), "or both no such axis"),
+        (torch.full((3, 2), torch.nan), torch.zeros(2, 2), "X must hold finite"),
+    ],
+)
+def test_bad_bilinear_layers_are_refused(X, Y, message):
+    with pytest.raises(ValueError, match=message):
+        nt.BilinearAttention(X, Y)
+
+
+def test_bad_uses_of_bilinear_layers_are_refused():
+    X, Y = bilinear_weights()
+    with pytest.raises(TypeError, match="X is a torch tensor but Y is ndarray"):
+        nt.BilinearAttention(X, Y.numpy())
+    with pytest.raises(TypeError, match="one floating type"):
+        nt.BilinearAttention(X.float(), Y)
+    with pytest.warns(UserWarning, match="X is float16"):
+        assert nt.BilinearAttention(X.half(), Y.float()).X.dtype == torch.float32
+    layer, problem = nt.BilinearAttention(X, Y), bilinear_problem()
+    with pytest.raises(ValueError, match="Y must be left out"):
+        nt.loss(problem, layer, Y)
+    with pytest.raises(ValueError, match=r"widths.*\(3, 4, 2, 5\); found \(4, 3, 2, 5\)"):
+        nt.loss(problem, nt.BilinearAttention(X.T, Y))
+    ragged = nt.AttentionProblem(
+        torch.zeros(9, 3),
+        torch.zeros(8, 4),
+        torch.zeros(8, 2),
+        torch.zeros(9, 5),
+        bias=torch.zeros(2, 9, 8),
+    )
+    with pytest.raises(ValueError, match="for 2 head"):
+        nt.loss(ragged, layer)
+
+
+NAMES = {
+    "W_Q": {n: (f"W_{n}", f"b_{n}", "heads") for n in "QKVO"},
+    "wq": {n: (f"w{n}".lower(), f"b{n}".lower(), "flat") for n in "QKVO"},
+    "to_q_W": {
+        n: (f"to_{s}_W", f"to_{s}_b", "flat")
+        for n, s in zip("QKVO", ("q", "k", "v", "out"), strict=True)
+    },
+    "q_proj": {n: (f"{n}_proj.weight".lower(), f"{n}_proj.bias".lower(), "torch") for n in "QKVO"},
+    "diffusers": {
+        n: (f"to_{s}.weight", f"to_{s}.bias", "torch")
+        for n, s in zip("QKVO", ("q", "k", "v", "out.0"), strict=True)
+    },
+    "BERT": {
+        n: (f"{s}.weight", f"{s}.bias", "torch")
+        for n, s in zip(
+            "QKVO", ("self.query", "self.key", "self.value", "output.dense"), strict=True
+        )
+    },
+}
+
+
+def as_named(layer, style):
+    """The arrays of a layer under the names and in the layout of a style."""
+    arrays = {}
+    for role, (weight, bias, layout) in NAMES[style].items():
+        W, b = getattr(layer, f"W_{role}"), getattr(layer, f"b_{role}")
+        if layout != "heads":
+            W = W.flatten(0, 1) if role == "O" else W.transpose(0, 1).flatten(1)
+            b = None if b is None else b.reshape(-1)
+        arrays[weight] = W.T.contiguous() if layout == "torch" else W
+        if b is not None:
+            arrays[bias] = b
+    return arrays
+
+
+def assert_same_layer(found, wanted):
+    assert found.parametrisation == wanted.parametrisation
+    for block in wanted.parametrisation.blocks:
+        a, b = getattr(found, block.name), getattr(wanted, block.name)
+        assert type(a) is type(b)
+        assert a.dtype == b.dtype
+        assert (a == b).all()
+
+
+@pytest.mark.parametrize("biases", [True, False])
+@pytest.mark.parametrize("style", NAMES)
+def test_arrays_under_usual_names(style, biases):
+    layer = weights(biases=biases, scale=0.5)  # 1/sqrt(e), the default
+    arrays = as_named(layer, style) | {"tokens": torch.zeros(3, 2), "offsets": torch.tensor([0])}
+    heads = {} if style == "W_Q" else {"heads": 4, "kv_heads": 2}
+    assert_same_layer(nt.FactoredAttention.from_arrays(arrays, **heads), layer)
+    upper = {name.upper(): a for name, a in arrays.items()}
+    assert_same_layer(nt.FactoredAttention.from_arrays(upper, **heads), layer)
+    numpy = nt.FactoredAttention.from_arrays({n: a.numpy() for n, a in arrays.items()}, **heads)
+    assert isinstance(numpy.W_Q, np.ndarray)
+    assert torch.equal(numpy.theta, layer.theta)
+
+
+def test_linear_modules_and_torch_attention_agree():
+    """The layout against torch itself: nn.Linear, grouped keys in scaled_dot_product_attention."""
+    torch.manual_seed(0)
+    h, g, e, f, d1, d2, d3, p = 6, 2, 4, 3, 7, 5, 8, 9
+    linear = torch.nn.ModuleDict(
+        {
+            "q_proj": torch.nn.Linear(d1, h * e),
+            "k_proj": torch.nn.Linear(d2, g * e),
+            "v_proj": torch.nn.Linear(d3, g * f),
+            "o_proj": torch.nn.Linear(h * f, p),
+        }
+    ).double()
+    A1, A2, A3 = (torch.randn(n, d).double() for n, d in ((6, d1), (8, d2), (8, d3)))
+    q, k, v = (
+        linear[name](A).unflatten(1, (count, -1)).transpose(0, 1)
+        for name, A, count in (("q_proj", A1, h), ("k_proj", A2, g), ("v_proj", A3, g))
+    )
+    heads = torch.nn.functional.scaled_dot_product_attention(
+        q, k.repeat_interleave(h // g, 0), v.repeat_interleave(h // g, 0)
+    )
+    wanted = linear["o_proj"](heads.transpose(0, 1).flatten(1)).detach()
+    problem = nt.AttentionProblem(A1, A2, A3, torch.zeros_like(wanted))
+    layer = nt.FactoredAttention.from_arrays(linear.state_dict(), heads=h, kv_heads=g)
+    assert_close(nt.predict(problem, layer), wanted, 1e-13)
+
+
+def test_shared_queries_and_keys():
+    draw = torch.Generator().manual_seed(0)
+    W, V, O = (torch.randn(n, p, generator=draw).double() for n, p in ((5, 6), (5, 4), (4, 3)))
+    b = torch.randn(6, generator=draw).double()
+    plain = {"to_qk_W": W, "to_qk_b": b, "to_v_W": V, "to_out_W": O}
+    torch_like = {"to_qk.weight": W.T, "to_qk.bias": b, "to_v.weight": V.T, "to_out.weight": O.T}
+    settings = {"heads": 2, "scale": 0.3, "rotary": nt.Rotary(50.0)}
+    with pytest.raises(ValueError, match="even head width"):
+        nt.FactoredAttention.from_arrays(plain, **settings)
+    settings |= {"rotary": None}
+    for arrays in (plain, torch_like):
+        layer = nt.FactoredAttention.from_arrays(arrays, **settings)
+        assert torch.equal(layer.W_Q, layer.W_K)
+        assert torch.equal(layer.W_Q, torch.stack([W[:, :3], W[:, 3:]]))
+        assert torch.equal(layer.b_Q, b.view(2, 3))
+        assert torch.equal(layer.b_K, b.view(2, 3))
+        assert torch.equal(layer.W_V, torch.stack([V[:, :2], V[:, 2:]]))
+        assert torch.equal(layer.W_O, torch.stack([O[:2], O[2:]]))
+        assert layer.scale == 0.3
+
+
+def test_scale_and_rotary_positions_are_taken_over():
+    arrays = as_named(weights(), "W_Q")
+    layer = nt.FactoredAttention.from_arrays(arrays, scale=2.0, rotary=nt.Rotary(7.0))
+    assert (layer.scale, layer.rotary) == (2.0, nt.Rotary(7.0))
+
+
+def zeros(**shapes):
+    return {name: torch.zeros(shape).double() for name, shape in shapes.items()}
+
+
+FLAT = zeros(Wq=(5, 12), Wk=(6, 6), Wv=(3, 4), Wo=(8, 7))
+"""Four heads of width 3, two for keys and values, of width 2."""
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "message"),
+    [
+        ({}, {"heads": None}, r"'Wq' \(W_Q\) has no head axis; .*heads="),
+        ({}, {"heads": 0}, "heads must be at least 1; found 0"),
+        ({}, {"kv_heads": -1}, "kv_heads must be at least 1"),
+        ({}, {"heads": 5}, "'Wq' .* columns for 5 heads; found 5 x 12"),
+        ({}, {"kv_heads": None}, "'Wk' .* 12 columns, .* found 6; kv_heads=2 would fit"),
+        ({}, {"kv_heads": 4}, r"'Wk' .* 12 columns, 4 heads of the queries' width 3; found 6\."),
+        (zeros(Wv=(3, 5)), {}, "'Wv' .* columns for 2 heads"),
+        (zeros(Wo=(9, 7)), {}, "'Wo' .* 8 inputs, 4 heads of the values' width 2; found 9"),
+        (zeros(Wq=(3, 5, 4)), {}, r"heads is 4, but 'Wq' \(W_Q\) is 3 x 5 x 4"),
+        (zeros(Wk=(1, 6, 3)), {}, "kv_heads is 2, but 'Wk'"),
+        (zeros(Wq=(5,)), {}, "'Wq' .* must have 2 or 3 axes and not be empty; found 5"),
+        (zeros(bo=(1, 7)), {}, "'bo' .* must have 1 axes"),
+        (zeros(bq=(12,)), {}, "b_Q and b_K must be given together"),
+        (zeros(bq=(11,), bk=(6,)), {}, "'bq' .* columns for 4 heads"),
+        (zeros(bo=(6,)), {}, "b_O must be 7 .* found 6"),
+        (zeros(W_V=(3, 4)), {}, "'Wv' and 'W_V' are both W_V; leave one of them out"),
+        (zeros(to_qk_W=(5, 12)), {}, "'Wq' and 'to_qk_W' are both W_Q"),
+        ({"Wv": None}, {}, r"no array for W_V .*v_proj\.weight.*; found 'Wk' \(6 x 6\), 'Wo'"),
+        ({"q_proj.lora_A": torch.zeros(2)}, {}, r"'q_proj\.lora_A' .* not understood"),
+        ({"q_norm.weight": torch.zeros(3)}, {}, "'q_norm.weight' changes the attention"),
+        (
+            {"Wk": None, "to_k.weight": torch.zeros(2, 3, 6).double()},
+            {},
+            r"'to_k\.weight' must be 2-D",
+        ),
+        ({"Wk": torch.full((6, 6), torch.inf).double()}, {}, "Wk must hold finite"),
+    ],
+)
+def test_bad_arrays_are_refused(change, settings, message):
+    arrays = {name: a for name, a in (FLAT | change).items() if a is not None}
+    with pytest.raises(ValueError, match=message):
+        nt.FactoredAttention.from_arrays(arrays, **{"heads": 4, "kv_heads": 2} | settings)
+
+
+def test_no_arrays_and_many_arrays_are_listed():
+    with pytest.raises(ValueError, match="found no arrays"):
+        nt.FactoredAttention.from_arrays({})
+    many = {f"layer{i}": torch.zeros(2) for i in range(20)}
+    with pytest.raises(ValueError, match=r"'layer19' \(2\) and 8 more"):
+        nt.FactoredAttention.from_arrays(many)
+    with pytest.raises(TypeError, match="Wq must be a rectangular array"):
+        nt.FactoredAttention.from_arrays(
+            {"Wq": [[1.0], [1.0, 2.0]], "Wk": [[1.0]], "Wv": [[1.0]], "Wo": [[1.0]]}, heads=1
+        )
+    with pytest.raises(TypeError, match="Wq is a torch tensor but Wk is ndarray"):
+        nt.FactoredAttention.from_arrays(FLAT | {"Wk": np.zeros((6, 6))}, heads=4, kv_heads=2)

@@ -14,9 +14,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from newtention.attention import score_gradient
-from newtention.chunks import Chunk, reduce
+from newtention.derivatives.linearised import Linearised
 from newtention.derivatives.penalty import penalty
-from newtention.layers import Evaluation, Heads, Parametrisation, evaluate
+from newtention.layers import Evaluation, Heads, Parametrisation
 from newtention.problem import AttentionProblem
 
 
@@ -24,29 +24,28 @@ def data_loss(
     problem: AttentionProblem, layer: Parametrisation, theta: Float[Tensor, "b N"]
 ) -> Float[Tensor, " b"]:
     """1/2 sum_j q_j ||(F - B)_j||^2 of each independent problem."""
-    loss = reduce(
-        problem.chunks,
-        problem.batch,
-        lambda tile: (tile_loss(evaluate(tile, layer, theta)),),
-        forward_elements(problem, layer),
-    )
-    return loss[0]
+    return Linearised(problem, layer, theta).reduce(lambda at: (tile_loss(at),))[0]
 
 
 def loss_and_gradient(
     problem: AttentionProblem, layer: Parametrisation, theta: Float[Tensor, "b N"]
 ) -> tuple[Float[Tensor, " b"], Float[Tensor, "b N"]]:
     """Total loss (data and regulariser) and its gradient."""
-
-    def tile_sums(tile: Chunk) -> tuple[Tensor, Tensor]:
-        at = evaluate(tile, layer, theta)
-        return tile_loss(at), backward(at, layer, theta, at.qC)
-
-    loss, gradient = reduce(
-        problem.chunks, problem.batch, tile_sums, forward_elements(problem, layer)
-    )
+    data, gradient = data_loss_and_gradient(Linearised(problem, layer, theta))
     regularizer = penalty(problem, layer)
-    return loss + regularizer.value(theta), gradient + regularizer.gradient(theta)
+    return data + regularizer.value(theta), gradient + regularizer.gradient(theta)
+
+
+def data_loss_and_gradient(
+    point: Linearised,
+) -> tuple[Float[Tensor, " b"], Float[Tensor, "b N"]]:
+    """Data loss and its gradient, without the regulariser."""
+
+    def tile_sums(at: Evaluation) -> tuple[Tensor, Tensor]:
+        return tile_loss(at), backward(at, point.layer, point.theta, at.qC)
+
+    loss, gradient = point.reduce(tile_sums)
+    return loss, gradient
 
 
 def backward(
@@ -66,9 +65,3 @@ def backward(
 def tile_loss(at: Evaluation) -> Float[Tensor, " o"]:
     """Data loss of the tile, by owner."""
     return 0.5 * (at.qC * at.C).flatten(1).sum(1)
-
-
-def forward_elements(problem: AttentionProblem, layer: Parametrisation) -> int:
-    """Elements per query row of the largest array of a pass: attention weights or projections."""
-    keys = max(chunk.A2.shape[2] for chunk in problem.chunks)
-    return layer.heads * max(keys, *problem.widths)

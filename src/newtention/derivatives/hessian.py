@@ -25,7 +25,8 @@ from torch import Tensor
 
 from newtention.attention import score_gradient
 from newtention.chunks import TILE_ELEMENTS, Chunk, contract, reduce
-from newtention.derivatives.gradient import forward_elements, tile_loss
+from newtention.derivatives.gradient import tile_loss
+from newtention.derivatives.linearised import forward_elements
 from newtention.layers import Bilinear, Evaluation, evaluate
 from newtention.problem import AttentionProblem
 

@@ -20,10 +20,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from newtention.attention import score_gradient, score_gradient_tangent, weights_tangent
-from newtention.chunks import Chunk, reduce
-from newtention.derivatives.gradient import backward, forward_elements
+from newtention.derivatives.gradient import backward
+from newtention.derivatives.linearised import Linearised
 from newtention.derivatives.penalty import penalty
-from newtention.layers import Evaluation, Heads, Parametrisation, evaluate
+from newtention.layers import Evaluation, Heads, Parametrisation
 from newtention.problem import AttentionProblem
 
 Kind = Literal["full", "gauss-newton"]
@@ -40,17 +40,32 @@ def hessian_product(
 
     The softmax is evaluated once per tile for all directions.
     """
-    count = directions.shape[1]
+    product = data_product(Linearised(problem, layer, theta), directions, kind)
+    curvature = penalty(problem, layer).curvature
+    return product + torch.stack([curvature(d) for d in directions.unbind(1)], 1)
+
+
+def data_product(
+    point: Linearised, directions: Float[Tensor, "b k N"], kind: Kind
+) -> Float[Tensor, "b k N"]:
+    """The same for the data loss, without the regulariser."""
     tile_product = _hessian_tile if kind == "full" else _gauss_newton_tile
 
-    def tile_sums(tile: Chunk) -> tuple[Tensor]:
-        at = evaluate(tile, layer, theta)
-        parts = [tile_product(at, layer, theta, directions[:, i]) for i in range(count)]
+    def tile_sums(at: Evaluation) -> tuple[Tensor]:
+        parts = [tile_product(at, point.layer, point.theta, d) for d in directions.unbind(1)]
         return (torch.stack(parts, 1),)
 
-    (product,) = reduce(problem.chunks, problem.batch, tile_sums, forward_elements(problem, layer))
-    curvature = penalty(problem, layer).curvature
-    return product + torch.stack([curvature(directions[:, i]) for i in range(count)], 1)
+    return point.reduce(tile_sums)[0]
+
+
+def output_tangent(
+    at: Evaluation,
+    layer: Parametrisation,
+    theta: Float[Tensor, "b N"],
+    direction: Float[Tensor, "b N"],
+) -> Float[Tensor, "o s n p"]:
+    """q J direction on a tile: the weighted tangent of the layer's output."""
+    return _tangent(at, layer, theta, direction)[3]
 
 
 def _tangent(
@@ -73,8 +88,7 @@ def _gauss_newton_tile(
     at: Evaluation, layer: Parametrisation, theta: Tensor, direction: Tensor
 ) -> Float[Tensor, "o N"]:
     """J^T q J direction."""
-    R_t = _tangent(at, layer, theta, direction)[3]
-    return backward(at, layer, theta, R_t)
+    return backward(at, layer, theta, output_tangent(at, layer, theta, direction))
 
 
 def _hessian_tile(

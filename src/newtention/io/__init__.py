@@ -2,10 +2,11 @@
 
 `arrays` reads .safetensors and .npz files, `names` decides which array plays which role, `tensors`
 checks them, `sources` builds the problem and records how (`Provenance`), `results` writes and reads
-the folder of a fit.  Nothing here unpickles.
+the folder of a fit, `layers` the weights of a layer.  Nothing here unpickles.
 """
 
 from newtention.io.arrays import ArrayFile, ArrayInfo, open_arrays
+from newtention.io.layers import load_layer, save_layer
 from newtention.io.names import ABSENT, ArrayNames
 from newtention.io.results import (
     SavedResult,
@@ -24,6 +25,7 @@ __all__ = [
     "ArrayNames",
     "Provenance",
     "SavedResult",
+    "load_layer",
     "load_problem",
     "load_result",
     "open_arrays",
@@ -31,6 +33,7 @@ __all__ = [
     "read_result",
     "recorded_file",
     "reload_problem",
+    "save_layer",
     "write_array",
     "write_result",
 ]

@@ -5,10 +5,12 @@ from newtention.layers.bilinear import Bilinear
 from newtention.layers.evaluation import Evaluation, evaluate, weights_of_heads
 from newtention.layers.factored import Factored
 from newtention.layers.rotary import Rotary
-from newtention.layers.values import FactoredAttention
+from newtention.layers.values import AttentionLayer, BilinearAttention, FactoredAttention
 
 __all__ = [
+    "AttentionLayer",
     "Bilinear",
+    "BilinearAttention",
     "Block",
     "Evaluation",
     "Factored",

@@ -42,6 +42,19 @@ class Heads(NamedTuple):
     v: Float[Tensor, "o s h m f"]
 
 
+class Projection(NamedTuple):
+    """One linear map of the layer, tokens W + b per head, and a gradient in its result.
+
+    weight, bias: names of its blocks; bias is None if it does not exist.  The gradient in W is
+    tokens^T gradient, the one in b the column sums of gradient.
+    """
+
+    weight: str
+    bias: str | None
+    tokens: Float[Tensor, "o s n d"]
+    gradient: Float[Tensor, "o s g n e"]
+
+
 @dataclass(frozen=True)
 class Parametrisation(ABC):
     """Shapes of a layer; holds no weights.  Final subclasses: `Bilinear`, `Factored`.
@@ -56,7 +69,29 @@ class Parametrisation(ABC):
     @property
     @abstractmethod
     def blocks(self) -> tuple[Block, ...]:
-        """The blocks of the flat vector, in order."""
+        """The blocks of the flat vector, in order; the output map is the last of them."""
+
+    @abstractmethod
+    def evaluation_elements(self, n: int, m: int) -> int:
+        """Numbers in q, k, v, P, O and C of one sequence of n queries and m keys."""
+
+    @property
+    @abstractmethod
+    def output_start(self) -> int:
+        """Where the output map begins in the flat vector.
+
+        Behind it theta is a matrix (k, p), row-major, and F = output_features @ matrix.
+        """
+
+    @abstractmethod
+    def output_features(
+        self, tile: Chunk, P: Float[Tensor, "o s h n m"], O: Float[Tensor, "o s h n f"]
+    ) -> Float[Tensor, "o s n k"]:
+        """What the output map multiplies; it does not depend on that map."""
+
+    @abstractmethod
+    def projections(self, tile: Chunk, gradients: Heads) -> tuple[Projection, ...]:
+        """The linear maps behind q, k (unless fixed) and v, with the gradients in their results."""
 
     @property
     def size(self) -> int:

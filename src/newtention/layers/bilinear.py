@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from newtention.chunks import Chunk, contract
-from newtention.layers.base import Block, Heads, Parametrisation
+from newtention.layers.base import Block, Heads, Parametrisation, Projection
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,29 @@ class Bilinear(Parametrisation):
         return (
             Block("X", 0, nx, (h, self.d1, self.d2)),
             Block("Y", nx, self.size, (h, self.d3, self.p)),
+        )
+
+    def evaluation_elements(self, n: int, m: int) -> int:
+        """The keys are the tokens."""
+        h = self.heads
+        return h * (n * (self.d2 + self.p + m) + m * self.p) + n * self.p
+
+    @property
+    def output_start(self) -> int:
+        """Y is the output map."""
+        return self.size_x
+
+    def output_features(
+        self, tile: Chunk, P: Float[Tensor, "o s h n m"], O: Float[Tensor, "o s h n f"]
+    ) -> Float[Tensor, "o s n k"]:
+        """w = P A3 of all heads, side by side: F = w Y."""
+        return (P @ tile.A3[:, :, None]).transpose(2, 3).flatten(3)
+
+    def projections(self, tile: Chunk, gradients: Heads) -> tuple[Projection, Projection]:
+        """A1 X (the scale with the tokens) and A3 Y."""
+        return (
+            Projection("X", None, tile.queries, gradients.q),
+            Projection("Y", None, tile.A3, gradients.v),
         )
 
     def qkv(self, tile: Chunk, theta: Float[Tensor, "b N"]) -> Heads:

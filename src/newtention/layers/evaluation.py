@@ -17,6 +17,7 @@ from newtention.layers.base import Heads, Parametrisation
 class Evaluation:
     """One tile at one point.
 
+    layer: the parametrisation.
     heads: queries, keys and values.
     P: attention weights.
     O: attended values per head, P v.
@@ -24,6 +25,7 @@ class Evaluation:
     """
 
     tile: Chunk
+    layer: Parametrisation
     heads: Heads
     P: Float[Tensor, "o s h n m"]
     O: Float[Tensor, "o s h n f"]
@@ -33,6 +35,11 @@ class Evaluation:
     def qC(self) -> Float[Tensor, "o s n p"]:
         """The residual times the query weights: the loss gradient in the output."""
         return self.C * self.tile.weight[..., None]
+
+    @cached_property
+    def features(self) -> Float[Tensor, "o s n k"]:
+        """What the output map multiplies."""
+        return self.layer.output_features(self.tile, self.P, self.O)
 
     @cached_property
     def attended(self) -> Float[Tensor, "o s h n d3"]:
@@ -45,7 +52,7 @@ def evaluate(tile: Chunk, layer: Parametrisation, theta: Float[Tensor, "b N"]) -
     heads = layer.qkv(tile, theta)
     P = weights_of_heads(tile, heads)
     O = P @ heads.v
-    return Evaluation(tile, heads, P, O, layer.mix(tile, theta, O) - tile.B)
+    return Evaluation(tile, layer, heads, P, O, layer.mix(tile, theta, O) - tile.B)
 
 
 def weights_of_heads(tile: Chunk, heads: Heads) -> Float[Tensor, "o s h n m"]:

@@ -12,11 +12,12 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from newtention.chunks import Chunk
-from newtention.layers.base import Block, Heads, Parametrisation
+from newtention.layers.base import Block, Heads, Parametrisation, Projection
 from newtention.layers.rotary import Rotary
 
 
@@ -43,6 +44,11 @@ class Factored(Parametrisation):
     out_bias: bool = False
     scale: float = 1.0
     rotary: Rotary | None = None
+
+    def __post_init__(self) -> None:
+        """Check that the rotary positions are for these heads."""
+        if self.rotary is not None:
+            self.rotary.require_fits(self.kv_heads, self.e)
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
@@ -92,16 +98,43 @@ class Factored(Parametrisation):
         return self.qkv(tile, direction)
 
     def qkv_transposed(self, tile: Chunk, gradients: Heads) -> Float[Tensor, "o N"]:
-        """Rotated back, groups summed, contracted with the tokens; biases are column sums."""
+        """Contracted with the tokens; biases are column sums."""
+        parts = {}
+        for weight, bias, tokens, gradient in self.projections(tile, gradients):
+            parts[weight] = _contract(tokens, gradient)
+            if bias is not None:
+                parts[bias] = gradient.sum((1, 3))
+        return self.pack(parts, gradients.q)
+
+    def projections(self, tile: Chunk, gradients: Heads) -> tuple[Projection, ...]:
+        """Gradients scaled, rotated back and summed over the query heads of a group."""
         assert gradients.k is not None
         dq = self._turn(gradients.q * self._scale(tile), tile.mask.first_row, back=True)
         dk = self._turn(self._sum_groups(gradients.k), back=True)
         dv = self._sum_groups(gradients.v)
-        parts = {}
-        for name, tokens, d in (("Q", tile.A1, dq), ("K", tile.A2, dk), ("V", tile.A3, dv)):
-            parts["W_" + name] = _contract(tokens, d)
-            parts["b_" + name] = d.sum((1, 3))
-        return self.pack(parts, dq)
+        b_Q, b_K = ("b_Q", "b_K") if self.qk_bias else (None, None)
+        return (
+            Projection("W_Q", b_Q, tile.A1, dq),
+            Projection("W_K", b_K, tile.A2, dk),
+            Projection("W_V", "b_V" if self.v_bias else None, tile.A3, dv),
+        )
+
+    def evaluation_elements(self, n: int, m: int) -> int:
+        """Keys and values count for every query head."""
+        e, f = self.e, self.f
+        return self.heads * (n * (e + f + m) + m * (e + f)) + n * self.p
+
+    @property
+    def output_start(self) -> int:
+        """W_O and b_O are the output map."""
+        return next(block.start for block in self.blocks if block.name == "W_O")
+
+    def output_features(
+        self, tile: Chunk, P: Float[Tensor, "o s h n m"], O: Float[Tensor, "o s h n f"]
+    ) -> Float[Tensor, "o s n k"]:
+        """O of all heads side by side, and the constant 1 if there is b_O."""
+        rows = _concatenated(O)
+        return torch.cat([rows, torch.ones_like(rows[..., :1])], 3) if self.out_bias else rows
 
     def mix(
         self, tile: Chunk, theta: Float[Tensor, "b N"], O: Float[Tensor, "o s h n f"]
@@ -127,7 +160,8 @@ class Factored(Parametrisation):
         self, tile: Chunk, theta: Float[Tensor, "b N"], R: Float[Tensor, "o s n p"]
     ) -> Float[Tensor, "o s h n f"]:
         """R W_O^T per head."""
-        return R[:, :, None] @ tile.of(self.unpack(theta)["W_O"])[:, None].mT
+        W = tile.of(self.unpack(theta)["W_O"]).flatten(1, 2)
+        return _per_head(_rows(R) @ W.mT, R, self.heads)
 
     def mix_cross(
         self, tile: Chunk, direction: Float[Tensor, "b N"], R: Float[Tensor, "o s n p"]
@@ -139,7 +173,7 @@ class Factored(Parametrisation):
         self, tile: Chunk, O: Float[Tensor, "o s h n f"], R: Float[Tensor, "o s n p"]
     ) -> Float[Tensor, "o N"]:
         """(O_h^T R, column sums of R)."""
-        parts = {"W_O": (O.mT @ R[:, :, None]).sum(1), "b_O": R.sum((1, 2))}
+        parts = {"W_O": _rows(_concatenated(O)).mT @ _rows(R), "b_O": R.sum((1, 2))}
         return self.pack(parts, R)
 
     def mix_gradient_tangent(
@@ -151,16 +185,20 @@ class Factored(Parametrisation):
         R_t: Float[Tensor, "o s n p"],
     ) -> Float[Tensor, "o N"]:
         """(O_t^T R + O^T R_t per head, column sums of R_t)."""
-        W_O = (O_t.mT @ R[:, :, None] + O.mT @ R_t[:, :, None]).sum(1)
+        both = torch.cat([_concatenated(O_t), _concatenated(O)], 2)
+        W_O = _rows(both).mT @ _rows(torch.cat([R, R_t], 2))
         return self.pack({"W_O": W_O, "b_O": R_t.sum((1, 2))}, R)
 
     def _scale(self, tile: Chunk) -> float:
         return tile.scale * self.scale
 
     def _affine(self, tokens: Tensor, w: dict[str, Tensor], name: str) -> Tensor:
-        out = tokens[:, :, None] @ w["W_" + name][:, None]
+        W = w["W_" + name]
+        out = _rows(tokens) @ W.transpose(1, 2).flatten(2)  # one product for all heads
         bias = w.get("b_" + name)
-        return out if bias is None else out + bias[:, None, :, None]
+        if bias is not None:
+            out = out + bias.flatten(1)[:, None]
+        return _per_head(out, tokens, W.shape[1])
 
     def _turn(self, t: Tensor, first: int = 0, back: bool = False) -> Tensor:
         return t if self.rotary is None else self.rotary.rotate(t, first, back)
@@ -178,11 +216,20 @@ def _concatenated(O: Float[Tensor, "o s h n f"]) -> Float[Tensor, "o s n hf"]:
     return O.transpose(2, 3).flatten(3)
 
 
+def _rows(t: Float[Tensor, "o s n d"]) -> Float[Tensor, "o sn d"]:
+    return t.flatten(1, 2)
+
+
+def _per_head(
+    rows: Float[Tensor, "o sn he"], like: Float[Tensor, "o s n _"], heads: int
+) -> Float[Tensor, "o s h n e"]:
+    """The inverse of `_concatenated`, for rows of all sequences."""
+    return rows.view(*like.shape[:3], heads, -1).transpose(2, 3)
+
+
 def _contract(
     tokens: Float[Tensor, "o s n d"], gradient: Float[Tensor, "o s h n e"]
 ) -> Float[Tensor, "o h d e"]:
     """sum over sequences and rows of tokens^T gradient, one product for all heads."""
-    o, s, h, n, e = gradient.shape
-    flat = gradient.permute(0, 1, 3, 2, 4).reshape(o, s * n, h * e)
-    product = tokens.flatten(1, 2).mT @ flat
-    return product.unflatten(2, (h, e)).transpose(1, 2)
+    product = _rows(tokens).mT @ _rows(_concatenated(gradient))
+    return product.unflatten(2, gradient.shape[2::2]).transpose(1, 2)

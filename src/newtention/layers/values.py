@@ -2,22 +2,122 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from newtention.inputs import as_tensors, shape_text
+from newtention.layers.bilinear import Bilinear
 from newtention.layers.factored import Factored
+from newtention.layers.named_arrays import named_weights
 from newtention.layers.rotary import Rotary
+from newtention.layers.torch_modules import module_of, weights_of
 from newtention.notation import Array, ArrayLike
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class FactoredAttention:
+class AttentionLayer(ABC):
+    """A parametrisation with its weights.  Final subclasses: Bilinear- and FactoredAttention.
+
+    Every block of the parametrisation is an attribute of the block's name.
+    """
+
+    @property
+    @abstractmethod
+    def parametrisation(self) -> Bilinear | Factored:
+        """Shapes and settings, without the weights."""
+
+    @property
+    def heads(self) -> int:
+        """Number of query heads."""
+        return self.parametrisation.heads
+
+    @property
+    def theta(self) -> Float[Tensor, " N"]:
+        """The flat vector: the parametrisation's blocks in order, row-major."""
+        blocks = self.parametrisation.blocks
+        return torch.cat([torch.as_tensor(getattr(self, b.name)).reshape(-1) for b in blocks])
+
+    def with_theta(self, theta: ArrayLike) -> Self:
+        """The same layer with the weights of a flat vector.
+
+        Raises:
+            ValueError: another length, NaN or infinity.
+        """
+        flat = torch.as_tensor(theta).detach()
+        shape = self.parametrisation
+        if tuple(flat.shape) != (shape.size,):
+            raise ValueError(
+                f"theta must have {shape.size} entries; found {shape_text(flat.shape)}."
+            )
+        parts: dict[str, Array] = {}
+        for block in shape.blocks:
+            old = getattr(self, block.name)
+            t = flat[block.start : block.stop].reshape(old.shape)
+            parts[block.name] = t if isinstance(old, Tensor) else t.numpy()
+        return replace(self, **parts)
+
+    def _store(self, tensors: Mapping[str, Tensor], numpy: bool) -> None:
+        """Keep copies of the weights, so that the caller's arrays may change."""
+        for name, t in tensors.items():
+            object.__setattr__(self, name, t.numpy().copy() if numpy else t.clone())
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class BilinearAttention(AttentionLayer):
+    """A layer of the paper's form.
+
+        F = sum_h softmax(A1 X_h A2^T) A3 Y_h
+
+    Args:
+        X: (d1, d2), or (h, d1, d2).
+        Y: (d3, p), or (h, d3, p).  A head axis is kept as given, also for one head.
+
+    Raises:
+        ValueError: shapes that do not fit, NaN or infinity.
+        TypeError: torch and NumPy or float32 and float64 mixed.
+    """
+
+    X: ArrayLike
+    Y: ArrayLike
+
+    def __post_init__(self) -> None:
+        """Convert to tensors (or NumPy arrays, as given) and check the shapes."""
+        tensors, numpy = as_tensors({"X": self.X, "Y": self.Y})
+        x, y = tensors["X"], tensors["Y"]
+        for name, t in tensors.items():
+            if t.ndim not in (2, 3) or 0 in t.shape:
+                raise ValueError(
+                    f"{name} must have 2 axes, or 3 with the heads first, and not be empty; found "
+                    f"{shape_text(t.shape)}."
+                )
+        if x.ndim != y.ndim or x.shape[:-2] != y.shape[:-2]:
+            raise ValueError(
+                "X and Y must have the same heads along a leading axis, or both no such axis; "
+                f"found {shape_text(x.shape)} and {shape_text(y.shape)}."
+            )
+        self._store(tensors, numpy)
+
+    @property
+    def parametrisation(self) -> Bilinear:
+        """Shapes, without the weights."""
+        heads = self.X.shape[0] if self.X.ndim == 3 else 1
+        return Bilinear(heads, *self.X.shape[-2:], *self.Y.shape[-2:])
+
+    def __repr__(self) -> str:
+        """Shapes at a glance."""
+        s = self.parametrisation
+        heads = _counted(s.heads, "head")
+        return f"BilinearAttention({heads}; d1 {s.d1}, d2 {s.d2}, d3 {s.d3}, p {s.p})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class FactoredAttention(AttentionLayer):
     """A real attention layer.
 
         q_h = scale rot(A1 W_Q,h + b_Q,h),  k_g = rot(A2 W_K,g + b_K,g),  v_g = A3 W_V,g + b_V,g
@@ -62,8 +162,10 @@ class FactoredAttention:
         tensors, numpy = as_tensors(given)
         for name, t in tensors.items():
             want = 3 if name.startswith("W") else 1 if name == "b_O" else 2
-            if t.ndim != want:
-                raise ValueError(f"{name} must have {want} axes; found {shape_text(t.shape)}.")
+            if t.ndim != want or 0 in t.shape:
+                raise ValueError(
+                    f"{name} must have {want} axes and not be empty; found {shape_text(t.shape)}."
+                )
         shape = self._parametrisation(tensors)
         for block in shape.blocks:
             found = tuple(tensors[block.name].shape)
@@ -72,31 +174,55 @@ class FactoredAttention:
                     f"{block.name} must be {shape_text(block.shape)} beside the other weights; "
                     f"found {shape_text(found)}."
                 )
-        for name, t in tensors.items():
-            object.__setattr__(self, name, t.numpy().copy() if numpy else t.clone())
+        self._store(tensors, numpy)
 
     @property
     def parametrisation(self) -> Factored:
         """Shapes, biases, scale and rotary positions, without the weights."""
-        return self._parametrisation({n: getattr(self, n) for n in self._names})
+        present = (n for n in _BLOCKS if getattr(self, n) is not None)
+        return self._parametrisation({n: getattr(self, n) for n in present})
 
-    @property
-    def theta(self) -> Float[Tensor, " N"]:
-        """The flat vector: W_Q, b_Q, W_K, b_K, W_V, b_V, W_O, b_O, row-major, where they exist."""
-        return torch.cat([torch.as_tensor(getattr(self, n)).reshape(-1) for n in self._names])
+    @classmethod
+    def from_arrays(
+        cls,
+        arrays: Mapping[str, ArrayLike],
+        heads: int | None = None,
+        kv_heads: int | None = None,
+        scale: float | None = None,
+        rotary: Rotary | None = None,
+    ) -> FactoredAttention:
+        """The layer of plain arrays under usual names, upper or lower case.
 
-    def with_theta(self, theta: ArrayLike) -> FactoredAttention:
-        """The same layer with the weights of a flat vector."""
-        flat = torch.as_tensor(theta)
-        size = self.parametrisation.size
-        if tuple(flat.shape) != (size,):
-            raise ValueError(f"theta must have {size} entries; found {shape_text(flat.shape)}.")
-        numpy = not isinstance(self.W_Q, Tensor)
-        parts: dict[str, Array] = {}
-        for block in self.parametrisation.blocks:
-            t = flat[block.start : block.stop].reshape(block.shape)
-            parts[block.name] = t.numpy() if numpy else t
-        return FactoredAttention(**parts, scale=self.scale, rotary=self.rotary)
+        ======  ===========================  ===================================================
+        weight  y = x W, (in, out)           y = x W^T, (out, in) as in ``torch.nn.Linear``
+        ======  ===========================  ===================================================
+        W_Q     W_Q, Wq, to_q_W, q_proj_W    to_q.weight, q_proj.weight, query.weight
+        W_K     W_K, Wk, to_k_W, k_proj_W    to_k.weight, k_proj.weight, key.weight
+        W_V     W_V, Wv, to_v_W, v_proj_W    to_v.weight, v_proj.weight, value.weight
+        W_O     W_O, Wo, to_out_W            to_out.weight, o_proj.weight, out_proj.weight
+        both    W_QK, Wqk, to_qk_W           to_qk.weight: shared by queries and keys
+        ======  ===========================  ===================================================
+
+        Biases, where there are any, are b_Q or bq, to_q_b, to_q.bias and so on.  The layout of a
+        BERT checkpoint (self.query.weight, output.dense.weight) and of to_out.0 is known too.
+        Arrays of other names are ignored, but for parts of the modules above (q_proj.lora_A) and
+        normalised queries or keys, which would change the outputs.
+
+        Args:
+            arrays: by name.  Those that map y = x W are (in, out) for all heads side by side or
+                have a leading head axis: (h, d1, e), (g, d2, e), (g, d3, f), (h, f, p).
+            heads: query heads h; needed unless W_Q has a head axis.
+            kv_heads: key/value heads g; that of W_K's head axis, or h.
+            scale: of the logits; 1/sqrt(e) by default.
+            rotary: see the class.
+
+        Raises:
+            ValueError: an array is missing, there are two for one weight, or shapes do not fit.
+            TypeError: as for the class.
+        """
+        parts = named_weights(arrays, heads, kv_heads)
+        e = parts["W_Q"].shape[-1]
+        return cls(**parts, scale=e**-0.5 if scale is None else scale, rotary=rotary)
 
     @classmethod
     def from_torch(cls, module: nn.Module) -> FactoredAttention:
@@ -106,30 +232,9 @@ class FactoredAttention:
             TypeError: another kind of module.
             ValueError: add_bias_kv or add_zero_attn, which add keys rather than weights.
         """
-        if not isinstance(module, nn.MultiheadAttention):
-            raise TypeError(
-                f"from_torch takes torch.nn.MultiheadAttention; found {type(module).__name__}."
-            )
-        if module.bias_k is not None or module.add_zero_attn:
-            raise ValueError("add_bias_kv and add_zero_attn add keys; they are not supported.")
-        h, width = module.num_heads, module.embed_dim
-        e = width // h
-        if module.in_proj_weight is not None:
-            q, k, v = module.in_proj_weight.detach().chunk(3)
-        else:
-            projections = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
-            q, k, v = (w.detach() for w in projections)
-
-        def per_head(w: Tensor) -> Tensor:
-            return w.unflatten(0, (h, e)).mT.clone()  # (width, d) to (h, d, e)
-
-        biases: dict[str, Any] = {}
-        if module.in_proj_bias is not None:
-            for name, b in zip(("b_Q", "b_K", "b_V"), module.in_proj_bias.chunk(3), strict=True):
-                biases[name] = b.detach().unflatten(0, (h, e)).clone()
-            biases["b_O"] = module.out_proj.bias.detach().clone()
-        W_O = module.out_proj.weight.detach().T.unflatten(0, (h, e)).clone()
-        return cls(per_head(q), per_head(k), per_head(v), W_O, **biases, scale=e**-0.5)
+        parts, scale = weights_of(module)
+        weights: dict[str, Any] = dict(parts)
+        return cls(**weights, scale=scale)
 
     def to_torch(self) -> nn.MultiheadAttention:
         """A ``torch.nn.MultiheadAttention`` with batch_first that computes the same outputs.
@@ -139,60 +244,24 @@ class FactoredAttention:
                 other than 1/sqrt(e), biases given in part, e not f, output width not h e.
         """
         shape = self.parametrisation
-        h, e = shape.heads, shape.e
-        refusals = {
-            "rotary positions": shape.rotary is not None,
-            "grouped keys and values": shape.kv_heads != h,
-            f"a logit scale of {shape.scale:g}": abs(shape.scale * e**0.5 - 1) > 1e-12,
-            "some biases but not all": len({shape.qk_bias, shape.v_bias, shape.out_bias}) > 1,
-            "values of another width than keys": shape.f != e,
-            "query or output width other than heads times e": {shape.d1, shape.p} != {h * e},
-        }
-        for what, true in refusals.items():
-            if true:
-                raise ValueError(f"torch.nn.MultiheadAttention cannot express {what}.")
-        w = {n: torch.as_tensor(getattr(self, n)) for n in self._names}
-        module = nn.MultiheadAttention(
-            h * e,
-            h,
-            bias=shape.out_bias,
-            batch_first=True,
-            kdim=shape.d2,
-            vdim=shape.d3,
-            dtype=w["W_Q"].dtype,
-            device=w["W_Q"].device,
-        )
-        rows = [w[n].mT.flatten(0, 1) for n in ("W_Q", "W_K", "W_V")]
-        with torch.no_grad():
-            if module.in_proj_weight is not None:
-                module.in_proj_weight.copy_(torch.cat(rows))
-            else:
-                for name, row in zip(("q", "k", "v"), rows, strict=True):
-                    getattr(module, f"{name}_proj_weight").copy_(row)
-            module.out_proj.weight.copy_(w["W_O"].flatten(0, 1).T)
-            if shape.out_bias:
-                module.in_proj_bias.copy_(
-                    torch.cat([w[n].flatten() for n in ("b_Q", "b_K", "b_V")])
-                )
-                module.out_proj.bias.copy_(w["b_O"])
-        return module
+        weights = {b.name: torch.as_tensor(getattr(self, b.name)) for b in shape.blocks}
+        return module_of(shape, weights)
 
     def __repr__(self) -> str:
         """Shapes at a glance."""
         s = self.parametrisation
         groups = "" if s.kv_heads == s.heads else f" ({s.kv_heads} for keys and values)"
+        heads = _counted(s.heads, "head")
         return (
-            f"FactoredAttention({s.heads} heads{groups}; d1 {s.d1}, d2 {s.d2}, d3 {s.d3}, "
+            f"FactoredAttention({heads}{groups}; d1 {s.d1}, d2 {s.d2}, d3 {s.d3}, "
             f"p {s.p}, e {s.e}, f {s.f}; scale {s.scale:g}{', rotary' if s.rotary else ''})"
         )
 
-    @property
-    def _names(self) -> tuple[str, ...]:
-        return tuple(n for n in _BLOCKS if getattr(self, n) is not None)
-
     def _parametrisation(self, w: Mapping[str, Array]) -> Factored:
         if ("b_Q" in w) != ("b_K" in w):
-            raise ValueError("b_Q and b_K must be given together.")
+            raise ValueError(
+                "b_Q and b_K must be given together; zeros stand for the one that is not there."
+            )
         (h, d1, e), (g, d2, _), (_, d3, f) = (w[n].shape for n in ("W_Q", "W_K", "W_V"))
         if h % g:
             raise ValueError(f"W_K has {g} heads, which must divide the {h} heads of W_Q.")
@@ -213,6 +282,10 @@ class FactoredAttention:
             scale=float(self.scale),
             rotary=self.rotary,
         )
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" + "s" * (count != 1)
 
 
 _BLOCKS = ("W_Q", "b_Q", "W_K", "b_K", "W_V", "b_V", "W_O", "b_O")

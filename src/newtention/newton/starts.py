@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from newtention.chunks import Chunk, reduce
-from newtention.derivatives.gradient import forward_elements
+from newtention.derivatives.linearised import forward_elements
 from newtention.layers import Bilinear
 from newtention.problem import AttentionProblem
 

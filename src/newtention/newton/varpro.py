@@ -14,8 +14,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from newtention.chunks import Chunk, contract, reduce
-from newtention.derivatives.gradient import forward_elements
 from newtention.derivatives.hessian import HessianBlocks, flat_heads
+from newtention.derivatives.linearised import forward_elements
 from newtention.layers import Bilinear, evaluate
 from newtention.linsolve.pseudo_inverse import gram_inverse
 from newtention.problem import AttentionProblem

@@ -1,0 +1,75 @@
+"""A problem at a point: what gradients and many Hessian products there have in common.
+
+The evaluations of all tiles (queries, keys, values, attention weights, outputs) are kept when they
+fit a budget, and computed again for every pass otherwise: slower, in memory that does not grow with
+the data.  Both give the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+from newtention.chunks import sum_by_owner
+from newtention.layers import Evaluation, Parametrisation, evaluate
+from newtention.problem import AttentionProblem
+
+
+@dataclass(frozen=True, eq=False)
+class Linearised:
+    """A problem at theta; `at` builds it.
+
+    kept: the evaluations of all tiles, or None if every pass computes them.
+    """
+
+    problem: AttentionProblem
+    layer: Parametrisation
+    theta: Float[Tensor, "b N"]
+    kept: tuple[Evaluation, ...] | None = None
+
+    @classmethod
+    def at(
+        cls,
+        problem: AttentionProblem,
+        layer: Parametrisation,
+        theta: Float[Tensor, "b N"],
+        budget: int = 0,
+    ) -> Linearised:
+        """The problem at theta; evaluations are kept if they take at most `budget` bytes."""
+        fresh = cls(problem, layer, theta)
+        if evaluation_bytes(problem, layer) > budget:
+            return fresh
+        return cls(problem, layer, theta, tuple(fresh.evaluations()))
+
+    def evaluations(self) -> Iterator[Evaluation]:
+        """The evaluation of every tile, in order."""
+        if self.kept is not None:
+            yield from self.kept
+            return
+        elements = forward_elements(self.problem, self.layer)
+        for chunk in self.problem.chunks:
+            for tile in chunk.tiles(elements):
+                yield evaluate(tile, self.layer, self.theta)
+
+    def reduce(self, fn: Callable[[Evaluation], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """Sum fn over all tiles by owner; see `newtention.chunks.reduce`."""
+        parts = ((at.tile, fn(at)) for at in self.evaluations())
+        return sum_by_owner(parts, self.problem.batch)
+
+
+def evaluation_bytes(problem: AttentionProblem, layer: Parametrisation) -> int:
+    """Bytes that the evaluations of all tiles take, tokens and targets apart."""
+    elements = 0
+    for chunk in problem.chunks:
+        o, s, n = chunk.weight.shape
+        elements += o * s * layer.evaluation_elements(n, chunk.A2.shape[2])
+    return elements * problem.like.element_size()
+
+
+def forward_elements(problem: AttentionProblem, layer: Parametrisation) -> int:
+    """Elements per query row of the largest array of a pass: attention weights or projections."""
+    keys = max(chunk.A2.shape[2] for chunk in problem.chunks)
+    return layer.heads * max(keys, *problem.widths)

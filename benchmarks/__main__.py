@@ -15,12 +15,27 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks import batch, charts, choices, environment, head, hessian, planted, symmetric
+from benchmarks import (
+    batch,
+    charts,
+    choices,
+    environment,
+    head,
+    hessian,
+    layer,
+    planted,
+    preconditioners,
+    products,
+    symmetric,
+)
 
 BENCHMARKS = {
     "hessian": hessian,
     "planted": planted,
     "head": head,
+    "products": products,
+    "layer": layer,
+    "preconditioners": preconditioners,
     "batch": batch,
     "symmetric": symmetric,
     "choices": choices,

@@ -141,10 +141,80 @@ def symmetric_chart(data: dict) -> Figure:
     )
 
 
+def products_chart(data: dict) -> Figure:
+    """Seconds of a product against the number of sequences and against their length."""
+    figure = Figure(figsize=(9.0, 4.2), layout="constrained")
+    panels = figure.subplots(1, 2)
+    what = {
+        "sequences": f"sequences of {data['fixed_length']} tokens",
+        "length": "tokens of a sequence",
+    }
+    for axes, (name, label) in zip(panels, what.items(), strict=True):
+        _plain(axes)
+        part = data[name]
+        middle = [part["seconds"][str(v)]["median"] for v in part["values"]]
+        axes.loglog(part["values"], middle, marker="o", color=OURS)
+        power = 1 if name == "sequences" else 2
+        last, end = part["values"][-1], middle[-1]
+        axes.loglog(
+            part["values"],
+            [end * (v / last) ** power for v in part["values"]],
+            color=FAINT,
+            linestyle="--",
+            label="linear" if power == 1 else "quadratic",
+        )
+        axes.set(xlabel=label, ylabel="seconds of a Gauss-Newton product")
+        axes.set_title(f"exponent {part['exponent']:.2f}", loc="left")
+        axes.legend(frameon=False)
+    return figure
+
+
+def layer_chart(data: dict) -> Figure:
+    """Held-out loss against seconds, every run of the first seed, the chosen ones of the others."""
+    cases = data["cases"]
+    figure = Figure(figsize=(4.6 * len(cases) + 1, 4.6), layout="constrained")
+    panels = figure.subplots(1, len(cases), sharey=True, squeeze=False)[0]
+    for axes, case in zip(panels, cases, strict=True):
+        _plain(axes)
+        colours = iter(OTHERS * 3)
+        for name, r in case["runs"].items():
+            if len(r["trace"]) < 2:
+                continue
+            ours = name.startswith("ours")
+            seconds, _, held = zip(*[p for p in r["trace"] if p[2] is not None], strict=True)
+            colour = OURS if ours else next(colours)
+            best = [min(held[: i + 1]) for i in range(len(held))]
+            axes.plot(seconds, best, color=colour, alpha=0.9, label=name)
+        axes.set(xlabel="seconds", xscale="log", title=f"seed {case['seed']}")
+        axes.legend(frameon=False, fontsize="small")
+    panels[0].set_ylabel("best relative loss on held-out sentences")
+    return figure
+
+
+def preconditioners_chart(data: dict) -> Figure:
+    """Relative loss against products, a panel for each layer."""
+    cases = data["cases"]
+    figure = Figure(figsize=(3.6 * len(cases) + 1, 4.0), layout="constrained")
+    panels = figure.subplots(1, len(cases), squeeze=False)[0]
+    for axes, case in zip(panels, cases, strict=True):
+        _plain(axes)
+        for (kind, r), colour in zip(case["runs"].items(), (OURS, *OTHERS), strict=False):
+            axes.plot(
+                data["budgets"], list(r["loss"].values()), marker="o", color=colour, label=kind
+            )
+        axes.set(xlabel="products", yscale="log", title=f"{case['layer']}, ranks {case['ranks']}")
+    panels[0].set_ylabel("relative loss")
+    panels[0].legend(frameon=False)
+    return figure
+
+
 CHARTS: dict[str, Callable[[dict], Figure]] = {
     "hessian": hessian_chart,
     "planted": planted_chart,
     "head": head_chart,
     "batch": batch_chart,
     "symmetric": symmetric_chart,
+    "products": products_chart,
+    "layer": layer_chart,
+    "preconditioners": preconditioners_chart,
 }

@@ -60,8 +60,8 @@ def run(size: Size) -> dict:
         for budget in BUDGETS:
             for rate in RATES[size]:
                 limit = budget * solution.seconds
-                start = (solution.start_X, solution.start_Y)
-                X, Y, path, steps = adam(piles, *start, rate, limit)
+                start = solution.start
+                X, Y, path, steps = adam(piles, start.X, start.Y, rate, limit)
                 rivals.append(
                     {
                         "seed": seed,

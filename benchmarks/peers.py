@@ -142,7 +142,7 @@ def newtention(task: Task, watch: Watch, start: np.ndarray) -> int:
         max_seconds=watch.deadline - watch.began,
         callback=check,
     )
-    watch.point = torch.cat([solution.X.flatten(), solution.Y.flatten()]).numpy()
+    watch.point = solution.layer.theta.numpy()
     return solution.iterations
 
 

@@ -1,6 +1,7 @@
 """Newtention fits attention layers by second-order optimisation."""
 
 from newtention.api import Options, solve, solve_many
+from newtention.compression import keep_heads, truncate
 from newtention.functions import (
     DerivativeReport,
     Hessian,
@@ -20,6 +21,7 @@ from newtention.problem import AttentionProblem
 from newtention.regularizers import Proximity, Regularizer, Ridge, TokenWeights
 from newtention.run import Progress
 from newtention.solution import History, Record, Solution, Status
+from newtention.spectra import SpectralDensity, Spectrum, spectrum
 
 __version__ = "0.1.0"
 
@@ -40,6 +42,8 @@ __all__ = [
     "Rotary",
     "ScipyProblem",
     "Solution",
+    "SpectralDensity",
+    "Spectrum",
     "Status",
     "TokenWeights",
     "attention_weights",
@@ -47,11 +51,14 @@ __all__ = [
     "gradient",
     "hessian",
     "hessian_operator",
+    "keep_heads",
     "load_layer",
     "loss",
     "predict",
     "save_layer",
     "solve",
     "solve_many",
+    "spectrum",
     "to_scipy",
+    "truncate",
 ]

@@ -4,40 +4,75 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from newtention.derivatives.hessian import second_order_tile
-from newtention.layers import Bilinear
-from newtention.memory import available_bytes, newton_bytes, readable, require_memory
-from newtention.newton.loop import Settings, iterate
-from newtention.newton.starts import START_SCALE, random_start
+from newtention.checkpoint import (
+    Checkpoint,
+    Saved,
+    problem_digest,
+    run_identity,
+)
+from newtention.compression import keep_heads, truncate
+from newtention.derivatives.products import Kind
+from newtention.layers import (
+    AttentionLayer,
+    Bilinear,
+    Factored,
+    FactoredAttention,
+    Parametrisation,
+)
+from newtention.newton import loop, matrix_free
+from newtention.newton.iterates import Iterate
+from newtention.newton.metric import Preconditioner
+from newtention.newton.starts import START_SCALE, random_layer, random_start
 from newtention.newton.stopping import default_tol
 from newtention.notation import ArrayLike
+from newtention.planning import Plan, plan
 from newtention.problem import AttentionProblem
-from newtention.run import Callback, Run
+from newtention.run import Callback, Limits, Members, Run
 from newtention.solution import Solution
-from newtention.weights import start_weights
+from newtention.weights import Weights, as_layer, start_weights
 
-Method = Literal["auto", "newton"]
-Start = None | tuple[ArrayLike, ArrayLike] | ArrayLike | Solution
+Method = Literal["auto", "newton", "newton-cg"]
+Start = None | tuple[ArrayLike, ArrayLike] | ArrayLike | AttentionLayer | Solution
 
 
 @dataclass(frozen=True)
 class Options:
     """Settings that few users need.
 
-    heads: number of heads of a random start; by default what the problem's bias, Proximity
-        reference or the given start asks for, else 1.
+    The layer to fit:
+    heads: number of heads; by default what the problem's bias, Proximity reference or the given
+        start asks for, else 1.  Fewer than a layer given as start: the most useful are kept
+        (`newtention.keep_heads`).
+    ranks: width of every head's queries and keys, and of its values, or one number for both.  A
+        layer given as start is truncated (`newtention.truncate`); without one a random factored
+        layer with an output bias is the start.
+    freeze: names of blocks that keep their values: X, Y, or W_Q, b_Q, W_K, b_K, W_V, b_V, W_O, b_O.
     start_scale: root mean square of the centred logits of a random start.
+
+    "newton":
     gauss_newton_iterations: iterations with the Gauss-Newton matrix before the full Hessian.
     metric_floor: lengths are measured by the absolute diagonal of the Hessian, entries below this
         fraction of their mean raised to it; a huge value gives the plain Euclidean norm.
+
+    "newton-cg":
+    curvature: "gauss-newton", or "full" for the exact Hessian; negative curvature is followed.
+    preconditioner: "attended", "inputs" or "none"; see `newtention.newton.metric`.
+    max_products: products with the curvature in one iteration at most.
+    curvature_share: share of the sequences that the curvature is computed from; loss and gradient
+        always see all.
+    cache_bytes: evaluations (attention weights and the like) are kept between products if they take
+        at most this; by default a quarter of the free memory.
+
+    patience: with a validation problem, iterations without a better one before the run ends.
 
     docs/choices.md says how the defaults were chosen.
 
@@ -46,17 +81,48 @@ class Options:
     """
 
     heads: int | None = None
+    ranks: int | tuple[int, int] | None = None
+    freeze: Sequence[str] = ()
     start_scale: float = START_SCALE
     gauss_newton_iterations: int = 10
     metric_floor: float = 1e-3
+    curvature: Kind = "gauss-newton"
+    preconditioner: Preconditioner = "attended"
+    max_products: int = 100
+    curvature_share: float = 1.0
+    cache_bytes: int | None = None
+    patience: int = 5
 
     def __post_init__(self) -> None:
         """Check the ranges."""
         if self.heads is not None:
             _require_count("Options(heads=)", self.heads, 1)
+        for rank in self._ranks():
+            _require_count("Options(ranks=)", rank, 1)
+        if isinstance(self.freeze, str):
+            raise ValueError(
+                f"Options(freeze=) must be a list of block names; found {self.freeze!r}."
+            )
         _require_count("Options(gauss_newton_iterations=)", self.gauss_newton_iterations, 0)
-        for name in ("start_scale", "metric_floor"):
+        _require_count("Options(max_products=)", self.max_products, 1)
+        _require_count("Options(patience=)", self.patience, 1)
+        if self.cache_bytes is not None:
+            _require_count("Options(cache_bytes=)", self.cache_bytes, 0)
+        for name in ("start_scale", "metric_floor", "curvature_share"):
             _require_positive(f"Options({name}=)", getattr(self, name))
+        if self.curvature_share > 1:
+            raise ValueError(
+                f"Options(curvature_share=) must be at most 1; found {self.curvature_share}."
+            )
+        _require_word("Options(curvature=)", self.curvature, ("gauss-newton", "full"))
+        _require_word(
+            "Options(preconditioner=)", self.preconditioner, ("attended", "inputs", "none")
+        )
+
+    def _ranks(self) -> tuple[int, ...]:
+        if self.ranks is None:
+            return ()
+        return tuple(self.ranks) if isinstance(self.ranks, tuple | list) else (self.ranks,)
 
 
 def solve(
@@ -70,31 +136,45 @@ def solve(
     seed: int = 0,
     callback: Callback | None = None,
     verbose: bool = False,
+    validation: AttentionProblem | None = None,
+    checkpoint: str | Path | None = None,
     options: Options | None = None,
 ) -> Solution:
-    """Fit X and Y to the problem.
+    """Fit a layer to the problem.
 
     Args:
         problem: one problem.
-        start: None for a random start (see `newtention.newton.starts`), (X, Y), X alone, or an
-            earlier Solution.  Y is re-solved for X in any case.
-        method: "newton", dense Newton on the loss with Y eliminated; "auto" is the same today.
+        start: None for a random start (see `newtention.newton.starts`), (X, Y), X alone, a layer,
+            or an earlier Solution.  A layer as the start fixes the parametrisation; otherwise it is
+            the paper's bilinear form.  The output map (Y, or W_O and b_O) is re-solved in any case.
+        method: "newton", dense Newton with the exact Hessian, for the bilinear form of moderate
+            width; "newton-cg", matrix-free, for any layer; "auto" chooses by predicted memory and
+            time (`newtention.planning`).
         tol: bound on the relative Newton decrement sqrt(predicted decrease / (1/2 ||B||^2));
             default 1e-10 in float64, 1e-4 in float32.
         max_iter: iteration limit.
-        max_seconds: time limit, checked after each iteration.
+        max_seconds: time limit of this call, checked after each iteration, and after each product
+            by "newton-cg".
         n_init: number of starts, solved as one batch; the best is returned.  A given start is the
             first of them.
         seed: of the random starts.
         callback: called with a `Progress` after each iteration; raise StopIteration to stop.
         verbose: print the iteration table and the summary.
+        validation: a problem of held-out data with the same widths.  Its relative loss is recorded
+            at every iteration, the point where it is lowest is returned, and the run ends when it
+            has not fallen for `Options(patience=)` iterations.
+        checkpoint: a file to keep the state of the run in, replaced after every iteration.  If it
+            exists, the run continues from it, and gives bit for bit what an uninterrupted run gives
+            on the same machine with the same number of threads.
         options: see `Options`.
 
     Returns:
         The best point found, whatever ended the run, Ctrl-C included.
 
     Raises:
-        ValueError: a setting out of range, a start of the wrong shape, a stack of problems.
+        ValueError: a setting out of range, a start of the wrong shape, a stack of problems, a
+            checkpoint that is damaged or of another run.
+        OSError: the checkpoint cannot be read or written.
         TypeError: a problem, options or callback of another kind.
         MemoryError: the dense matrices do not fit into free memory.
     """
@@ -102,19 +182,10 @@ def solve(
         raise TypeError(f"problem must be an AttentionProblem; found {type(problem).__name__}.")
     if problem.parts:
         raise ValueError("solve takes one problem; use solve_many for a list of problems.")
-    return _solve(
-        problem,
-        [start],
-        method,
-        tol,
-        max_iter,
-        max_seconds,
-        n_init,
-        seed,
-        callback,
-        verbose,
-        options,
-    )[0]
+    settings = _Settings(
+        method, tol, max_iter, max_seconds, n_init, seed, callback, verbose, validation, checkpoint
+    )
+    return _solve(problem, [start], settings, options)[0]
 
 
 def solve_many(
@@ -145,66 +216,180 @@ def solve_many(
     given = [None] * problem.batch if starts is None else list(starts)
     if len(given) != problem.batch:
         raise ValueError(f"starts must hold {problem.batch} entries; found {len(given)}.")
-    return _solve(
-        problem, given, method, tol, max_iter, max_seconds, n_init, seed, callback, verbose, options
-    )
+    settings = _Settings(method, tol, max_iter, max_seconds, n_init, seed, callback, verbose)
+    return _solve(problem, given, settings, options)
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """The arguments of a call, checked."""
+
+    method: Method
+    tol: float | None
+    max_iter: int
+    max_seconds: float | None
+    n_init: int
+    seed: int
+    callback: Callback | None
+    verbose: bool
+    validation: AttentionProblem | None = None
+    checkpoint: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.callback is not None and not callable(self.callback):
+            raise TypeError(f"callback must be callable; found {type(self.callback).__name__}.")
+        if not isinstance(self.checkpoint, str | Path | None):
+            raise TypeError(f"checkpoint must be a path; found {type(self.checkpoint).__name__}.")
+        _require_count("max_iter", self.max_iter, 0)
+        _require_count("n_init", self.n_init, 1)
+        _require_count("seed", self.seed, 0)
+        _require_word("method", self.method, ("auto", "newton", "newton-cg"))
+        if self.max_seconds is not None and self.max_seconds != 0:
+            _require_positive("max_seconds", self.max_seconds, finite=False)
+        if self.tol is not None:
+            _require_positive("tol", self.tol)
+        if self.validation is not None and not isinstance(self.validation, AttentionProblem):
+            raise TypeError(
+                f"validation must be an AttentionProblem; found {type(self.validation).__name__}."
+            )
 
 
 def _solve(
     problem: AttentionProblem,
     starts: Sequence[Start],
-    method: Method,
-    tol: float | None,
-    max_iter: int,
-    max_seconds: float | None,
-    n_init: int,
-    seed: int,
-    callback: Callback | None,
-    verbose: bool,
+    settings: _Settings,
     options: Options | None,
 ) -> list[Solution]:
     began = time.perf_counter()
     options = Options() if options is None else options
     if not isinstance(options, Options):
         raise TypeError(f"options must be Options(...); found {type(options).__name__}.")
-    if callback is not None and not callable(callback):
-        raise TypeError(f"callback must be callable; found {type(callback).__name__}.")
-    _require_count("max_iter", max_iter, 0)
-    _require_count("n_init", n_init, 1)
-    _require_count("seed", seed, 0)
-    if method not in ("auto", "newton"):
-        raise ValueError(f'method must be "auto" or "newton"; found {method!r}.')
-    if max_seconds is not None and max_seconds != 0:
-        _require_positive("max_seconds", max_seconds, finite=False)
-    if tol is None:
-        tol = default_tol(problem.like.dtype)
-    _require_positive("tol", tol)
+    limits = Limits(began, int(settings.max_iter), settings.max_seconds, options.patience)
+    _require_validation(problem, settings.validation)
+    tol = default_tol(problem.like.dtype) if settings.tol is None else settings.tol
+    n_init = settings.n_init
 
-    X, Y, one_head = _starts(problem, starts, n_init, seed, options)
-    _require_room(problem, X.shape[1], n_init)
-    index = torch.arange(problem.batch, device=X.device).repeat_interleave(n_init)
-    members = problem.take(index) if n_init > 1 or problem.parts else problem
-    settings = Settings(tol, int(max_iter), options.gauss_newton_iterations, options.metric_floor)
-    run = Run(members, one_head, began, max_seconds, callback, verbose)
-    run.consume(iterate(members, X, Y, settings))
-    if verbose:
+    start = _starts(problem, starts, n_init, settings.seed, options)
+    layer, theta = start.layer, start.theta
+    free = _free(layer, options.freeze, theta)
+    checkpoint = _checkpoint(problem, theta, settings, options, tol)
+    state = None if checkpoint is None else checkpoint.load(theta.device)
+    method, cache = settings.method, options.cache_bytes
+    if state is not None:
+        method, cache = state.choices["method"], state.choices["cache_bytes"]
+    chosen = plan(problem, layer, n_init, method, cache, frozen=bool(options.freeze))
+    if settings.verbose:
+        print(chosen.sentence)
+
+    index = torch.arange(problem.batch, device=theta.device).repeat_interleave(n_init)
+    batch = problem.take(index) if n_init > 1 or problem.parts else problem
+    parts = problem.parts or (problem,)
+    singles = [parts[i] for i in index.tolist()]
+    members = Members(batch, singles, layer, start.one_head, settings.validation)
+    run = Run(members, limits, settings.callback, settings.verbose, checkpoint, chosen.to_dict())
+    if state is not None:
+        run.resume(state)
+    run.consume(_iterates(chosen, members, theta, free, settings, options, tol, limits, state))
+    if settings.verbose:
         print()
-    solutions = run.solutions(n_init, tol)
-    if verbose:
+    solutions = run.solutions(n_init, chosen.method, tol)
+    if settings.verbose:
         for solution in solutions:
             print(solution.summary())
     return solutions
 
 
+def _checkpoint(
+    problem: AttentionProblem, theta: Tensor, settings: _Settings, options: Options, tol: float
+) -> Checkpoint | None:
+    """Where the run's state is kept, and what makes it this run's."""
+    if settings.checkpoint is None:
+        return None
+    words: dict[str, object] = {
+        "method": settings.method,
+        "tolerance": tol,
+        "n_init": settings.n_init,
+        "seed": settings.seed,
+        **{f"Options({f.name}=)": getattr(options, f.name) for f in fields(options)},
+    }
+    if settings.validation is not None:
+        words["validation data"] = problem_digest(settings.validation)
+    return Checkpoint(Path(settings.checkpoint), run_identity(problem, theta, words))
+
+
+def _iterates(
+    chosen: Plan,
+    members: Members,
+    theta: Tensor,
+    free: Tensor,
+    settings: _Settings,
+    options: Options,
+    tol: float,
+    limits: Limits,
+    state: Saved | None,
+) -> Generator[Iterate, str | None, None]:
+    """The method at work."""
+    snapshot = None if state is None else state.tensors
+    if chosen.method == "newton":
+        assert isinstance(members.layer, Bilinear)
+        X, Y = members.layer.unpack(theta)
+        dense = loop.Settings(
+            tol, limits.max_iter, options.gauss_newton_iterations, options.metric_floor
+        )
+        return loop.iterate(members.problem, X, Y, dense, snapshot)
+    free_of = matrix_free.Settings(
+        tol,
+        limits.max_iter,
+        options.curvature,
+        options.max_products,
+        options.preconditioner,
+        options.curvature_share,
+        chosen.cache_bytes,
+        settings.seed,
+    )
+    return matrix_free.iterate(
+        members.singles, members.layer, theta, free, free_of, limits.expired, snapshot
+    )
+
+
 def _starts(
     problem: AttentionProblem, starts: Sequence[Start], n_init: int, seed: int, options: Options
-) -> tuple[Tensor, Tensor, bool]:
-    """First X and Y of every member, (b n_init, h, ...), and whether the user left heads out."""
+) -> Weights:
+    """First weights of every member, (b n_init, N), and whether the user left heads out."""
     singles = problem.parts or (problem,)
     given = [
-        None if s is None else start_weights(p, s) for p, s in zip(singles, starts, strict=True)
+        None if s is None else _reduced(p, start_weights(p, s), options)
+        for p, s in zip(singles, starts, strict=True)
     ]
     known = [w for w in given if w is not None]
+    shapes = {w.layer for w in known}
+    if len(shapes) > 1 and not all(isinstance(shape, Bilinear) for shape in shapes):
+        raise ValueError("starts must all be layers of one shape, or all (X, Y) or None.")
+    shape = shapes.pop() if shapes else None
+    heads = _heads(problem, known, options)
+    if isinstance(shape, Factored):
+        return _factored_starts(problem, given, shape, n_init, seed, options)
+    if shape is None and options.ranks is not None:
+        e, f = (*options._ranks(), options._ranks()[-1])[:2]
+        d1, d2, d3, p = problem.widths
+        shape = Factored(heads, heads, d1, d2, d3, p, e, f, out_bias=True, scale=e**-0.5)
+        return _factored_starts(problem, given, shape, n_init, seed, options)
+    if options.ranks is not None:
+        raise ValueError("Options(ranks=) goes with a factored layer as the start, or none.")
+    one_head = all(w.one_head for w in known) if known else heads == 1
+    layer = Bilinear(heads, *problem.widths)
+    rows = []
+    for single, w in zip(singles, given, strict=True):
+        for r in range(n_init):
+            if w is not None and r == 0:
+                rows.append(w.theta)
+            else:
+                X = random_start(single, heads, seed, r, options.start_scale)
+                rows.append(layer.pack(X, X.new_zeros(1, heads, *problem.widths[2:])))
+    return Weights(layer, torch.cat(rows), one_head, problem)
+
+
+def _heads(problem: AttentionProblem, known: Sequence[Weights], options: Options) -> int:
     asked = {w.layer.heads for w in known} | {problem.fixed_heads, options.heads}
     heads = {h for h in asked if h is not None} or {1}
     if len(heads) > 1:
@@ -212,47 +397,71 @@ def _starts(
             "starts, Options(heads=), bias and Proximity reference must agree on the number of "
             f"heads; found {sorted(heads)}."
         )
-    h = heads.pop()
-    one_head = all(w.one_head for w in known) if known else h == 1
-    X = []
-    Y = []
-    for single, w in zip(singles, given, strict=True):
+    return heads.pop()
+
+
+def _factored_starts(
+    problem: AttentionProblem,
+    given: Sequence[Weights | None],
+    shape: Factored,
+    n_init: int,
+    seed: int,
+    options: Options,
+) -> Weights:
+    rows = []
+    for single, w in zip(problem.parts or (problem,), given, strict=True):
         for r in range(n_init):
             if w is not None and r == 0:
-                _, x, y = w.bilinear
-                X.append(x)
-                Y.append(y)
+                rows.append(w.theta)
             else:
-                X.append(random_start(single, h, seed, r, options.start_scale))
-                Y.append(X[-1].new_zeros(1, h, *problem.widths[2:]))
-    return torch.cat(X), torch.cat(Y), one_head
+                rows.append(random_layer(single, shape, seed, r, options.start_scale))
+    return Weights(shape, torch.cat(rows), False, problem)
 
 
-def _require_room(problem: AttentionProblem, heads: int, n_init: int) -> None:
-    layer = Bilinear(heads, *problem.widths)
-    itemsize = problem.like.element_size()
+def _reduced(problem: AttentionProblem, w: Weights, options: Options) -> Weights:
+    """A factored start with the heads and ranks that the options ask for."""
+    if not isinstance(w.layer, Factored):
+        return w
+    layer = as_layer(w.layer, w.theta[0], False, problem)
+    assert isinstance(layer, FactoredAttention)
+    if options.heads is not None and options.heads != w.layer.heads:
+        layer = keep_heads(problem, layer, options.heads)
+    if options.ranks is not None:
+        ranks = options.ranks if isinstance(options.ranks, int) else tuple(options.ranks)
+        layer = truncate(problem, layer, ranks)
+    return start_weights(problem, layer)
 
-    def bytes_for(starts: int) -> int:
-        tile = second_order_tile(problem, heads, starts)
-        return newton_bytes(layer, problem.batch * starts, itemsize, tile)
 
-    needed = bytes_for(n_init)
-    free = available_bytes(problem.like.device)
-    fitting = next((starts for starts in range(n_init, 0, -1) if bytes_for(starts) <= free), 0)
-    if fitting:
-        alternative = f"n_init up to {fitting} would fit."
-    else:
-        one = readable(bytes_for(1))
-        half = "" if itemsize == 4 else "; float32 would halve it"
-        several = f" of {problem.batch} problems" if problem.batch > 1 else ""
-        fewer = "solve fewer at a time, or " if problem.batch > 1 else ""
-        alternative = (
-            f"a single start{several} of these widths needs {one}{half}: {fewer}narrow the tokens, "
-            "for example to their leading singular directions."
+def _free(layer: Parametrisation, freeze: Sequence[str], theta: Tensor) -> Tensor:
+    """1 for unknowns to solve for, 0 for frozen ones."""
+    free = theta.new_ones(layer.size)
+    blocks = {block.name: block for block in layer.blocks}
+    for name in freeze:
+        if name not in blocks:
+            raise ValueError(
+                f"Options(freeze=) must name blocks of the layer, {', '.join(blocks)}; "
+                f"found {name!r}."
+            )
+        free[blocks[name].start : blocks[name].stop] = 0
+    return free
+
+
+def _require_validation(problem: AttentionProblem, validation: AttentionProblem | None) -> None:
+    if validation is None:
+        return
+    if validation.parts:
+        raise ValueError("validation must be one problem, not a stack.")
+    if validation.kind != problem.kind:
+        raise ValueError(
+            "validation must have the problem's widths (d1, d2, d3, p), dtype, device and kind of "
+            f"array, {problem.kind}; found {validation.kind}."
         )
-    require_memory(
-        f"A dense solve of {layer.size} unknowns", needed, problem.like.device, alternative
-    )
+
+
+def _require_word(name: str, value: object, words: Sequence[str]) -> None:
+    if value not in words:
+        listed = " or ".join(f'"{word}"' for word in words)
+        raise ValueError(f"{name} must be {listed}; found {value!r}.")
 
 
 def _require_count(name: str, value: int, least: int) -> None:

@@ -1,7 +1,9 @@
 """The attention core: (queries, keys, values, mask) -> attended values, and its derivatives.
 
-Bare tensors in, bare tensors out.  Leading axes (o, s, h) are owners, sequences, heads; keys and
-values may have a head axis of 1, which is shared by all heads.  Formulas: docs/mathematics.md.
+Bare tensors in, bare tensors out.  Leading axes (o, s, h) are owners, sequences, heads; keys may
+have a head axis of 1, which is shared by all heads.  Arrays of the size of P make the peak of
+memory, so they are changed in place where they are the function's own.  Formulas:
+docs/mathematics.md.
 """
 
 from __future__ import annotations
@@ -23,20 +25,23 @@ def attention_weights(
     """
     logits = q @ k.mT
     if bias is not None:
-        logits = logits + bias
+        logits += bias
     if allowed is not None:
-        logits = logits.masked_fill(~allowed[:, :, None], -torch.inf)
+        logits.masked_fill_(~allowed[:, :, None], -torch.inf)
     return logits.softmax(-1)
 
 
 def score_gradient(
     P: Float[Tensor, "o s h n m"],
-    v: Float[Tensor, "o s #h m p"],
+    v: Float[Tensor, "o s h m p"],
     o: Float[Tensor, "o s h n p"],
     do: Float[Tensor, "o s #h n p"],
 ) -> Float[Tensor, "o s h n m"]:
     """dS = P o (do v^T - rowsum(do o o)): the loss gradient in the logits, given the one in o."""
-    return P * (do @ v.mT - (do * o).sum(-1, keepdim=True))
+    dS = do @ v.mT
+    dS -= (do * o).sum(-1, keepdim=True)
+    dS *= P
+    return dS
 
 
 def weights_tangent(
@@ -44,14 +49,14 @@ def weights_tangent(
 ) -> Float[Tensor, "o s h n m"]:
     """P' = P o S' - P rowsum(P o S'): the attention weights' tangent along a logit tangent."""
     PdS = P * dS
-    return PdS - P * PdS.sum(-1, keepdim=True)
+    return PdS.addcmul_(P, PdS.sum(-1, keepdim=True), value=-1)
 
 
 def score_gradient_tangent(
     P: Float[Tensor, "o s h n m"],
     P_t: Float[Tensor, "o s h n m"],
-    v: Float[Tensor, "o s #h m p"],
-    v_t: Float[Tensor, "o s #h m p"],
+    v: Float[Tensor, "o s h m p"],
+    v_t: Float[Tensor, "o s h m p"],
     o: Float[Tensor, "o s h n p"],
     o_t: Float[Tensor, "o s h n p"],
     do: Float[Tensor, "o s #h n p"],
@@ -60,4 +65,10 @@ def score_gradient_tangent(
     """The tangent of `score_gradient`; arguments ending in _t are their namesakes' tangents."""
     rho = (do * o).sum(-1, keepdim=True)
     rho_t = (do_t * o + do * o_t).sum(-1, keepdim=True)
-    return P_t * (do @ v.mT - rho) + P * (do_t @ v.mT + do @ v_t.mT - rho_t)
+    dS_t = do_t @ v.mT
+    dS_t += do @ v_t.mT
+    dS_t -= rho_t
+    dS_t *= P
+    D = do @ v.mT
+    D -= rho
+    return dS_t.addcmul_(P_t, D)

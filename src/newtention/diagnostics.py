@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from newtention.functions import predict
+from newtention.layers import AttentionLayer, BilinearAttention, FactoredAttention
 from newtention.notation import ArrayLike
 from newtention.problem import AttentionProblem
 from newtention.solution import Solution
@@ -33,15 +34,34 @@ def zero_level(eigenvalues: ArrayLike, eps: float | None = None) -> float:
     return float(len(sizes) * eps * sizes.max()) if len(sizes) else 0.0
 
 
-def singular_values(weights: ArrayLike) -> list[np.ndarray]:
-    """Singular values of every head, those that are zero to rounding set to 0."""
+def singular_values(weights: ArrayLike, eps: float | None = None) -> list[np.ndarray]:
+    """Singular values of every head, those that are zero to rounding set to 0.
+
+    eps: of the arithmetic behind the weights, by default that of their type.
+    """
+    eps = epsilon(weights) if eps is None else eps
     w = as_array(weights)
     found = []
     for head in w if w.ndim == 3 else w[None]:
         sizes = np.linalg.svd(head, compute_uv=False)
-        sizes[sizes <= max(head.shape) * epsilon(weights) * sizes.max()] = 0
+        sizes[sizes <= max(head.shape) * eps * sizes.max()] = 0
         found.append(sizes)
     return found
+
+
+def query_key_and_value_maps(layer: AttentionLayer) -> tuple[np.ndarray, np.ndarray]:
+    """X and Y per head, (h, d1, d2) and (h, d3, p); W_Q W_K^T and W_V W_O of a factored layer.
+
+    Biases and rotary positions are left out.
+    """
+    if isinstance(layer, BilinearAttention):
+        maps = [as_array(layer.X), as_array(layer.Y)]
+        X, Y = (w if w.ndim == 3 else w[None] for w in maps)
+        return X, Y
+    assert isinstance(layer, FactoredAttention)
+    Q, K, V, O = (as_array(w) for w in (layer.W_Q, layer.W_K, layer.W_V, layer.W_O))
+    group = len(Q) // len(K)
+    return Q @ np.repeat(K, group, 0).swapaxes(1, 2), np.repeat(V, group, 0) @ O
 
 
 class QueryErrors:
@@ -55,7 +75,7 @@ class QueryErrors:
 
     def __init__(self, problem: AttentionProblem, solution: Solution) -> None:
         columns = [
-            predict(problem, solution.X, solution.Y),
+            predict(problem, solution.layer),
             problem.rows_from_chunks([c.B for c in problem.chunks]),
             problem.rows_from_chunks([c.weight[..., None] for c in problem.chunks]),
         ]

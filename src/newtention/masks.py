@@ -43,8 +43,8 @@ class Mask:
         """The rule for a selection of owners."""
         return self._indexed(index)
 
-    def sequences(self, index: slice) -> Mask:
-        """The rule for a slice of the sequences of every owner."""
+    def sequences(self, index: slice | Int[Tensor, " k"]) -> Mask:
+        """The rule for some of the sequences of every owner."""
         return self._indexed((slice(None), index))
 
     def rows(self, start: int, stop: int) -> Mask:

@@ -6,7 +6,9 @@ import psutil
 import torch
 
 from newtention.chunks import TILE_ELEMENTS
-from newtention.layers import Bilinear
+from newtention.derivatives.linearised import evaluation_bytes
+from newtention.layers import Bilinear, Parametrisation
+from newtention.problem import AttentionProblem
 
 _DENSE_MATRICES = 5.5
 """Nx x Nx matrices alive while the trust-region step is computed: the scaled Hessian, its shifted
@@ -18,6 +20,9 @@ _MIXED_MATRICES = 3
 its transposed copy and H_xy H_yy^-1/2."""
 _TILES = 8
 """Intermediates of a tile."""
+_VECTORS = 28
+"""Vectors of unknowns alive in a matrix-free step: the path's, those of conjugate gradients, the
+gradient, the trial point and the factors of the preconditioner."""
 _WORKSPACE = 32 << 20
 """Buffers of BLAS and LAPACK."""
 
@@ -40,6 +45,21 @@ def hessian_bytes(layer: Bilinear, members: int, itemsize: int, tile: int = TILE
     assembly = 2.75 * nx * nx + 3 * nx * ny  # packed triangle, unpacked rows, one block, the result
     dense = nx * nx + nx * ny + layer.size**2
     return int(itemsize * (members * max(assembly, dense) + _TILES * tile))
+
+
+def matrix_free_bytes(
+    problem: AttentionProblem, layer: Parametrisation, members: int, cached: bool
+) -> int:
+    """Peak bytes of a matrix-free solve beside the data."""
+    singles = problem.parts or (problem,)
+    itemsize = problem.like.element_size()
+    kept = max(evaluation_bytes(p, layer) for p in singles) if cached else 0
+    rows = max(sum(c.weight.numel() for c in p.chunks) for p in singles)
+    tile = max(min(TILE_ELEMENTS, evaluation_bytes(p, layer) // itemsize) for p in singles)
+    output = layer.output_rows
+    width = (layer.size - layer.output_start) // output
+    vectors = (_VECTORS + members) * layer.size + rows * width
+    return int(kept + itemsize * (vectors + _TILES * tile) + 8 * 4 * output**2) + _WORKSPACE
 
 
 def available_bytes(device: torch.device) -> int:

@@ -79,7 +79,8 @@ def loss_gap(solution: Solution, against: Against = "iteration", ax: Axes | None
     x, (values,) = _history(solution, against, "loss")
     lowest = min([solution.loss, *values])
     if log_lines(ax, x, [(values - lowest, None, BLUE)]):
-        rounding = epsilon(solution.X) * abs(lowest)
+        weights = next(iter(vars(solution.layer).values()))
+        rounding = epsilon(weights) * abs(lowest)
         low, high = ax.get_ylim()
         if high > rounding > low / 100:
             log_scale(ax, min(low, rounding), high)
@@ -266,12 +267,14 @@ def spectrum(
     return fig
 
 
-def singular_values(X: ArrayLike, Y: ArrayLike, ax: Axes | None = None) -> Figure:
+def singular_values(
+    X: ArrayLike, Y: ArrayLike, eps: float | None = None, ax: Axes | None = None
+) -> Figure:
     """Singular values of X and Y, one line per head, without those that are zero to rounding."""
     fig, ax = panel(ax, (WIDE, 2.5))
     series = []
     for name, weights, colour in (("X", X, BLUE), ("Y", Y, VERMILION)):
-        for i, sizes in enumerate(diagnostics.singular_values(weights)):
+        for i, sizes in enumerate(diagnostics.singular_values(weights, eps)):
             series.append((sizes, f"Singular values of {name}" if i == 0 else None, colour))
     longest = max(len(s) for s, _, _ in series)
     log_lines(ax, np.arange(1, longest + 1), series)

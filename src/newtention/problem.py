@@ -28,6 +28,7 @@ from newtention.inputs import (
 )
 from newtention.notation import Array, ArrayLike
 from newtention.regularizers import (
+    Proximity,
     Quadratic,
     Regularizer,
     TokenWeights,
@@ -284,7 +285,8 @@ class AttentionProblem:
         `Solution` per problem, the same as it would return for each alone.
 
         Raises:
-            ValueError: no problems, or problems that differ in d1, d2, d3, p, dtype or device.
+            ValueError: no problems, problems that differ in d1, d2, d3, p, dtype or device, or one
+                with Proximity around a factored layer.
         """
         problems = [part for problem in problems for part in problem.parts or (problem,)]
         if not problems:
@@ -297,6 +299,11 @@ class AttentionProblem:
                     "kind of array; "
                     f"problem 0 has {first.kind}, problem {i} has {other.kind}."
                 )
+        regularizers = (p.regularizer for p in problems)
+        if any(isinstance(r, Proximity) and r.around_layer for r in regularizers):
+            raise ValueError(
+                "Proximity around a factored layer goes with one problem, not with a stack."
+            )
         heads = {problem.fixed_heads for problem in problems}
         if len(heads) > 1 and heads != {None, 1}:
             raise ValueError(
@@ -379,6 +386,52 @@ class AttentionProblem:
         )
         return taken
 
+    def with_regularizer(self, regularizer: Regularizer | None) -> AttentionProblem:
+        """The same data under another regulariser, shared, not copied.
+
+        Raises:
+            ValueError: a stack of problems, `TokenWeights`, whose weights belong to the data, or a
+                Proximity reference that does not fit the data.
+            TypeError: not a regulariser.
+        """
+        if self.parts:
+            raise ValueError("with_regularizer takes one problem, not a stack.")
+        _require_regularizer(regularizer)
+        if isinstance(regularizer, TokenWeights):
+            raise ValueError("TokenWeights must be given where the problem is made.")
+        quadratic = self._compiled(regularizer, self.chunks)
+        fields = {**self.__dict__, "regularizer": regularizer, "quadratic": quadratic}
+        other = AttentionProblem.__new__(AttentionProblem)
+        other._set(**fields)
+        other._require_heads()
+        return other
+
+    def sample(self, share: float) -> AttentionProblem:
+        """One problem's every (1/share)th sequence, its weights raised to those of all.
+
+        Sequences are taken evenly over the lengths; at least one stays.  The regulariser is not
+        part of the sample.  For curvature, not for results: rows have no place in the user's order.
+        """
+        wanted = max(1, round(share * len(self.layout.queries)))
+        count = len(self.layout.queries)
+        if wanted >= count:
+            return self
+        places = {int((i + 0.5) * count / wanted) for i in range(wanted)}
+        chunks, first = [], 0
+        for chunk in self.chunks:
+            size = chunk.weight.shape[1]
+            own = [p - first for p in sorted(places) if first <= p < first + size]
+            if own:
+                chunks.append(chunk.sequences(torch.tensor(own, device=chunk.owner.device)))
+            first += size
+        total, part = (sum(float(c.weight.sum()) for c in cs) for cs in (self.chunks, chunks))
+        if part <= 0:
+            return self
+        raised = [replace(c, weight=c.weight * (total / part)) for c in chunks]
+        taken = AttentionProblem.__new__(AttentionProblem)
+        taken._set(**{**self.__dict__, "chunks": tuple(raised)})
+        return taken
+
     def rows_from_chunks(self, values: Sequence[Float[Tensor, "1 _ _ k"]]) -> Tensor:
         """Arrange per-query results of every chunk in the layout of the user's arrays.
 
@@ -421,6 +474,16 @@ class AttentionProblem:
         for name, value in fields.items():
             object.__setattr__(self, name, value)
 
+    @staticmethod
+    def _compiled(regularizer: Regularizer | None, chunks: tuple[Chunk, ...]) -> Quadratic:
+        c = chunks[0]
+        d1, d2, d3, p = (t.shape[-1] for t in (c.A1, c.A2, c.A3, c.B))
+        if regularizer is None:
+            return zero_quadratic(1, d1, d2, d3, c.A1)
+        quadratic = regularizer.quadratic(chunks)
+        _require_centre(quadratic, d1, d2, d3, p)
+        return quadratic
+
     def _build(
         self,
         segments: list[Segment],
@@ -434,11 +497,7 @@ class AttentionProblem:
         scale = float(scale)
         if not math.isfinite(scale) or scale <= 0:
             raise ValueError(f"scale must be a positive finite number; found {scale}.")
-        if regularizer is not None and not isinstance(regularizer, Regularizer):
-            raise TypeError(
-                "regularizer must be Ridge, TokenWeights or Proximity; "
-                f"found {type(regularizer).__name__}."
-            )
+        _require_regularizer(regularizer)
         chunks, order = as_chunks(segments, causal, scale)
         like = chunks[0].A1
         if not all(bool(torch.isfinite(c.B.square().sum())) for c in chunks):
@@ -446,12 +505,7 @@ class AttentionProblem:
                 f"B (the targets) must have a sum of squares within {str(like.dtype)[6:]}; it "
                 "overflows.  Rescale the targets."
             )
-        d1, d2, d3 = (getattr(segments[0], a).shape[-1] for a in ("A1", "A2", "A3"))
-        if regularizer is None:
-            quadratic = zero_quadratic(1, d1, d2, d3, like)
-        else:
-            quadratic = regularizer.quadratic(chunks)
-            _require_centre(quadratic, d1, d2, d3, chunks[0].B.shape[-1])
+        quadratic = self._compiled(regularizer, chunks)
         explicit = any(c.mask.explicit is not None for c in chunks)
         self._set(
             chunks=chunks,
@@ -470,11 +524,22 @@ class AttentionProblem:
             numpy=numpy,
             parts=(),
         )
-        centre = quadratic.centre_x
+        self._require_heads()
+
+    def _require_heads(self) -> None:
+        centre = self.quadratic.centre_x
         if centre is not None and self.bias_heads not in (None, centre.shape[1]):
             raise ValueError(
                 f"bias is for {self.bias_heads} heads, Proximity(reference=) for {centre.shape[1]}."
             )
+
+
+def _require_regularizer(regularizer: object) -> None:
+    if regularizer is not None and not isinstance(regularizer, Regularizer):
+        raise TypeError(
+            "regularizer must be Ridge, TokenWeights or Proximity; "
+            f"found {type(regularizer).__name__}."
+        )
 
 
 def _require_not_empty(tensors: dict[str, Tensor]) -> None:

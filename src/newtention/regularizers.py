@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -79,10 +79,12 @@ class Quadratic:
 class FlatQuadratic(NamedTuple):
     """A regulariser on the flat vector of a parametrisation.
 
-    curvature: (b, N) directions to (b, N).  centre: where it vanishes.
+    curvature: (b, N) directions to (b, N).  output_gram: its matrix on one column of the output map
+        (see `newtention.layers.Parametrisation.output_start`).  centre: where it vanishes.
     """
 
     curvature: Callable[[Float[Tensor, "b N"]], Float[Tensor, "b N"]]
+    output_gram: Float[Tensor, "b k k"]
     centre: Float[Tensor, "b N"] | None = None
 
     def value(self, theta: Float[Tensor, "b N"]) -> Float[Tensor, " b"]:
@@ -230,50 +232,80 @@ class Proximity(Regularizer):
     regulariser knows), the second that of a value, both times n, so that a strength of 1 weighs
     them like the data loss, whatever the amount of data.
 
+    Around a factored layer every map is measured by the moments of its own input, and the change of
+    its result by what the reference makes of it: see `newtention.derivatives.proximity`.
+
     Args:
-        reference: (X, Y), shaped like the solution.
+        reference: (X, Y), shaped like the solution, or a layer.
         strength: at least 0.
+        isotropic: around a factored layer only: replace each moment matrix by the identity of equal
+            trace.  That holds back directions which the data hardly show, the ones that overfit.
 
     Raises:
         ValueError: strength is negative or not finite.
+        TypeError: a reference of another kind.
     """
 
-    reference: tuple[ArrayLike, ArrayLike] = field(repr=False)
+    reference: Any = field(repr=False)
     strength: float = 1.0
+    isotropic: bool = False
 
     def __post_init__(self) -> None:
-        """Check the strength."""
+        """Check the settings."""
         object.__setattr__(self, "strength", _strength("Proximity(strength=)", self.strength))
-        if not isinstance(self.reference, tuple | list) or len(self.reference) != 2:
-            raise ValueError("Proximity(reference=) must be a pair (X, Y).")
+        pair = isinstance(self.reference, tuple | list) and len(self.reference) == 2
+        if not pair and not self.around_layer:
+            raise TypeError(
+                "Proximity(reference=) must be a pair (X, Y) or a layer; found "
+                f"{type(self.reference).__name__}."
+            )
+        if self.isotropic and not self.around_layer:
+            raise ValueError("Proximity(isotropic=True) goes with a factored layer as reference.")
+
+    @property
+    def around_layer(self) -> bool:
+        """Whether the reference is a factored layer."""
+        return hasattr(self.reference, "parametrisation") and hasattr(self.reference, "W_O")
 
     def quadratic(self, chunks: Sequence[Chunk]) -> Quadratic:
         """One Kronecker term: (sum a1 a1^T) (x) (mean a2 a2^T), centred at the reference."""
-
-        def moments(chunk: Chunk) -> tuple[Tensor, ...]:
-            keys = chunk.key_count()
-            return (
-                (chunk.A1.mT @ chunk.A1).sum(1),
-                (chunk.A2.mT @ chunk.A2).sum(1),
-                (chunk.A3.mT @ chunk.A3).sum(1),
-                chunk.query_count(),
-                keys,
-            )
-
-        S1, S2, S3, n, m = reduce(chunks, 1, moments)
-        m = m[:, None, None]
+        if self.around_layer:
+            c = chunks[0]
+            d1, d2, d3 = (t.shape[-1] for t in (c.A1, c.A2, c.A3))
+            return zero_quadratic(1, d1, d2, d3, c.A1)
+        S1, S2, S3, n, m = token_moments(chunks)
         X, Y = (_with_heads(t, S1) for t in self.reference)
         return Quadratic(
             self.strength * S1[:, None],
-            (S2 / m)[:, None],
-            self.strength * n[:, None, None] * S3 / m,
+            S2[:, None] / m,
+            self.strength * n * S3 / m,
             X,
             Y,
         )
 
     def describe(self) -> dict[str, object]:
         """Name and strength."""
-        return {"name": "proximity", "strength": self.strength}
+        return {"name": "proximity", "strength": self.strength, "isotropic": self.isotropic}
+
+
+def token_moments(
+    chunks: Sequence[Chunk],
+) -> tuple[
+    Float[Tensor, "1 d1 d1"], Float[Tensor, "1 d2 d2"], Float[Tensor, "1 d3 d3"], float, float
+]:
+    """Sums of a a^T over query, key and value tokens of one problem, and how many there are."""
+
+    def moments(chunk: Chunk) -> tuple[Tensor, ...]:
+        return (
+            (chunk.A1.mT @ chunk.A1).sum(1),
+            (chunk.A2.mT @ chunk.A2).sum(1),
+            (chunk.A3.mT @ chunk.A3).sum(1),
+            chunk.query_count(),
+            chunk.key_count(),
+        )
+
+    S1, S2, S3, n, m = reduce(chunks, 1, moments)
+    return S1, S2, S3, float(n[0]), float(m[0])
 
 
 def _with_heads(weights: ArrayLike, like: Tensor) -> Float[Tensor, "1 h a b"]:

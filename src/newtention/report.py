@@ -29,9 +29,17 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from newtention import drawing, plots
-from newtention.diagnostics import QueryErrors, as_array, epsilon, singular_values, zero_level
+from newtention.diagnostics import (
+    QueryErrors,
+    as_array,
+    epsilon,
+    query_key_and_value_maps,
+    singular_values,
+    zero_level,
+)
 from newtention.drawing import number
-from newtention.functions import attention_weights, hessian
+from newtention.functions import attention_weights, hessian, hessian_operator
+from newtention.layers import BilinearAttention
 from newtention.problem import AttentionProblem
 from newtention.solution import Solution
 
@@ -81,6 +89,7 @@ def write_report(
         version=newtention.__version__,
         gauss_newton=solution.history.column("model").count("gauss-newton"),
         solution=solution,
+        factored=not isinstance(solution.layer, BilinearAttention),
         last=solution.history[-1] if solution.history else None,
         energy=_energy(problem, solution),
         meaning=_meaning(problem, solution),
@@ -104,7 +113,7 @@ def write_picture(path: str | Path, problem: AttentionProblem, solution: Solutio
     """
     tokens = QueryErrors(problem, solution)
     i = _sentences(problem, tokens)[0][0]
-    before, after = (_maps(problem, X, i)[0] for X in (solution.start_X, solution.X))
+    before, after = (_maps(problem, layer, i)[0] for layer in (solution.start, solution.layer))
     figure = plots.overview(solution, before, after)
     figure.savefig(path, dpi=1200 / drawing.WIDE, metadata={"Software": None})
 
@@ -150,8 +159,8 @@ def _data(problem: AttentionProblem, solution: Solution) -> dict[str, str]:
     """What was fitted, as names and values."""
     lay = problem.layout
     d1, d2, d3, p = problem.widths
-    heads = solution.X.shape[0] if solution.X.ndim == 3 else 1
-    nx, ny = heads * d1 * d2, heads * d3 * p
+    shape = solution.layer.parametrisation
+    blocks = ", ".join(f"{b.name} {b.stop - b.start:,}" for b in shape.blocks)
 
     def span(counts: tuple[int, ...]) -> str:
         total = f"{sum(counts):,}"
@@ -166,8 +175,8 @@ def _data(problem: AttentionProblem, solution: Solution) -> dict[str, str]:
         "Queries": span(lay.queries),
         "Keys": span(lay.keys),
         "Widths": f"query {d1}, key {d2}, value {d3}, output {p}",
-        "Heads": str(heads),
-        "Unknowns": f"{nx + ny:,} (X {nx:,}, Y {ny:,})",
+        "Heads": str(shape.heads),
+        "Unknowns": f"{shape.size:,} ({blocks})",
         "Mask": mask,
         "Scale of the logits": number(problem.scale, 6),
         "Regulariser": _regulariser(problem),
@@ -223,7 +232,7 @@ def _attention(
     """Heat maps of a few sentences and heads on one colour scale."""
     chosen = _sentences(problem, errors)
     pairs = [
-        (_maps(problem, solution.start_X, i), _maps(problem, solution.X, i)) for i, _ in chosen
+        (_maps(problem, solution.start, i), _maps(problem, solution.layer, i)) for i, _ in chosen
     ]
     h = pairs[0][0].shape[0]
     change = sum(np.abs(after - before).mean((1, 2)) for before, after in pairs)
@@ -281,14 +290,17 @@ def _errors(tokens: QueryErrors) -> dict[str, Any]:
 
 def _curvature(problem: AttentionProblem, solution: Solution) -> dict[str, Any]:
     """Eigenvalues of the full Hessian at the solution, or why they are left out."""
-    n = int(np.prod(solution.X.shape) + np.prod(solution.Y.shape))
+    n = solution.layer.parametrisation.size
     if n > LARGEST_SPECTRUM:
         return {
             "missing": f"The spectrum is left out: the dense Hessian of {n:,} unknowns is beyond "
             f"the limit of {LARGEST_SPECTRUM:,} for a report."
         }
     try:
-        H = as_array(hessian(problem, solution.X, solution.Y).to_dense())
+        if isinstance(solution.layer, BilinearAttention):
+            H = as_array(hessian(problem, solution.layer).to_dense())
+        else:
+            H = as_array(hessian_operator(problem, solution.layer).to_dense())
     except MemoryError as error:
         return {"missing": f"The spectrum is left out: {error}"}
     if not np.isfinite(H).all():
@@ -320,10 +332,12 @@ def _curvature(problem: AttentionProblem, solution: Solution) -> dict[str, Any]:
 def _singular(solution: Solution) -> dict[str, Any]:
     """Singular values of the weights and their numerical ranks."""
     ranks = {}
-    for name, weights in (("X", solution.X), ("Y", solution.Y)):
-        found = [int((sizes > 0).sum()) for sizes in singular_values(weights)]
+    X, Y = query_key_and_value_maps(solution.layer)
+    eps = epsilon(next(iter(vars(solution.layer).values())))
+    for name, weights in (("X", X), ("Y", Y)):
+        found = [int((sizes > 0).sum()) for sizes in singular_values(weights, eps)]
         ranks[name] = f"{min(found)} to {max(found)}" if len(set(found)) > 1 else str(found[0])
-    drawn = plots.singular_values(solution.X, solution.Y)
+    drawn = plots.singular_values(X, Y, eps)
     return {"svg": _svg(drawn, "singular", "singular values of X and Y"), "ranks": ranks}
 
 

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
+from newtention.layers import AttentionLayer, BilinearAttention
 from newtention.notation import Array
 
 
@@ -18,6 +19,7 @@ class Status(StrEnum):
     TIME_LIMIT = "time limit"
     STOPPED = "stopped by the callback"
     INTERRUPTED = "interrupted"
+    EARLY_STOP = "early stop"
     OVERFLOW = "overflow"
 
     @property
@@ -27,13 +29,15 @@ class Status(StrEnum):
 
 
 _SENTENCES = {
-    Status.CONVERGED: "Converged: the Hessian is positive semidefinite to rounding, and a Newton "
+    Status.CONVERGED: "Converged: the curvature is positive semidefinite to rounding, and a Newton "
     "step would lower the loss by less than the tolerance (or the fit is exact to rounding).",
     Status.STALLED: "Stalled at the limit of the arithmetic: no step lowers the loss measurably, "
     "but the tolerance was not met.",
     Status.ITERATION_LIMIT: "Stopped at the iteration limit, before the tolerance was met.",
     Status.TIME_LIMIT: "Stopped at the time limit, before the tolerance was met.",
     Status.STOPPED: "Stopped by the callback.",
+    Status.EARLY_STOP: "Stopped early: the validation loss no longer falls; this is the point "
+    "where it was lowest.",
     Status.INTERRUPTED: "Interrupted; this is the best point so far.",
     Status.OVERFLOW: "Stopped because the derivatives overflow or underflow here; rescale the "
     "tokens or the targets. This is the last usable point.",
@@ -50,17 +54,20 @@ class Record:
     decrement: sqrt of the next step's predicted decrease over 1/2 sum_j q_j ||B_j||^2; compared
         with `tol` when that step is a full Newton step.
     damping: multiplier of the metric for the next step (the Newton system is scaled to a unit
-        diagonal).
-    radius: trust-region radius for the next step, in the scaled metric.
+        diagonal); 0 for "newton-cg", which has a radius alone.
+    radius: trust-region radius for the next step, in the scaled metric or, for "newton-cg", the
+        norm of the preconditioner.
     model: "gauss-newton" or "newton", the curvature used here.
     seconds: since the start of the run.
+    validation: relative loss on the validation problem, None without one.
 
     Of the step (0, and None for the ratio, at the start):
     change: decrease of the loss.
     step: length relative to that of X, both in the scaled metric.
     ratio: actual over predicted decrease; None where it promised less than rounding can show.
     trials: steps tried, the accepted one included.
-    factorisations: Cholesky factorisations of the whole batch since the last record.
+    inner: linear algebra behind the record: Cholesky factorisations of the whole batch since the
+        last one, or products with the curvature for "newton-cg".
     """
 
     iteration: int
@@ -74,8 +81,9 @@ class Record:
     radius: float
     model: str
     trials: int
-    factorisations: int
+    inner: int
     seconds: float
+    validation: float | None = None
 
 
 class History(tuple[Record, ...]):
@@ -94,19 +102,18 @@ class History(tuple[Record, ...]):
 class Solution:
     """The best point of a run.
 
-    X, Y: weights, (d1, d2) and (d3, p) for one head, with a leading head axis for several; NumPy
-        arrays if the problem's data were.
+    layer: the fitted weights, NumPy arrays if the problem's data were.
+    start: the weights this run began from, the output map already solved for.
     loss: total, data_loss + penalty.
     relative_loss: data loss over 1/2 sum_j q_j ||B_j||^2 (the data loss itself if B = 0).
-    start_X, start_Y: the weights this run began from, Y already solved for X.
     start_losses: final loss of every start of `n_init`, in order; this solution is the lowest.
     seconds: wall time of the whole call.
+    validation_loss: relative loss of `layer` on the validation problem, if there was one; `layer`
+        is then the point of the run where it was lowest.
     """
 
-    X: Array
-    Y: Array
-    start_X: Array
-    start_Y: Array
+    layer: AttentionLayer
+    start: AttentionLayer
     loss: float
     data_loss: float
     penalty: float
@@ -118,6 +125,22 @@ class Solution:
     tol: float
     history: History
     start_losses: tuple[float, ...]
+    validation_loss: float | None = None
+
+    @property
+    def X(self) -> Array:
+        """The query/key map, (d1, d2) or (h, d1, d2), of a fit in the bilinear form."""
+        return self._bilinear("X").X
+
+    @property
+    def Y(self) -> Array:
+        """The value map, (d3, p) or (h, d3, p), of a fit in the bilinear form."""
+        return self._bilinear("Y").Y
+
+    def _bilinear(self, name: str) -> BilinearAttention:
+        if not isinstance(self.layer, BilinearAttention):
+            raise AttributeError(f"A fit of a factored layer has no {name}; use solution.layer.")
+        return self.layer
 
     @property
     def success(self) -> bool:
@@ -140,13 +163,17 @@ class Solution:
             ("  penalty", f"{self.penalty:.6e}"),
             ("Relative loss", f"{self.relative_loss:.6g}"),
         ]
+        if self.validation_loss is not None:
+            rows.append(("Validation loss", f"{self.validation_loss:.6g}"))
         if last is not None:
             rows.append(("Gradient norm", f"{last.gradient:.3e}"))
             rows.append(("Newton decrement", f"{last.decrement:.3e} (tolerance {self.tol:.0e})"))
             trials = sum(self.history.column("trials"))
-            factored = sum(self.history.column("factorisations"))
+            inner = sum(self.history.column("inner"))
             rows.append(("Steps tried", str(trials)))
-            rows.append(("Factorisations", str(factored)))
+            rows.append(
+                ("Products" if self.method == "newton-cg" else "Factorisations", str(inner))
+            )
         rows.append(("Iterations", str(self.iterations)))
         rows.append(("Seconds", f"{self.seconds:.3g}"))
         if len(self.start_losses) > 1:
@@ -168,7 +195,7 @@ class Solution:
 
 TABLE_HEADER = (
     f"{'iter':>4} {'loss':>13} {'change':>9} {'gradient':>9} {'step':>8} {'ratio':>7} "
-    f"{'damping':>8} {'trials':>6} {'seconds':>8}"
+    f"{'damping':>8} {'trials':>6} {'inner':>5} {'seconds':>8}"
 )
 
 
@@ -177,7 +204,8 @@ def table_row(record: Record) -> str:
     r = record
     ratio = "-" if r.ratio is None else f"{r.ratio:.3f}"
     model = "" if r.model == "newton" else "  Gauss-Newton"
+    held = "" if r.validation is None else f"  validation {r.validation:.5f}"
     return (
         f"{r.iteration:>4} {r.loss:>13.6e} {r.change:>9.2e} {r.gradient:>9.2e} {r.step:>8.1e} "
-        f"{ratio:>7} {r.damping:>8.1e} {r.trials:>6} {r.seconds:>8.2f}{model}"
+        f"{ratio:>7} {r.damping:>8.1e} {r.trials:>6} {r.inner:>5} {r.seconds:>8.2f}{held}{model}"
     )

@@ -15,6 +15,7 @@ from newtention.layers import (
     AttentionLayer,
     Bilinear,
     BilinearAttention,
+    Factored,
     FactoredAttention,
     Parametrisation,
 )
@@ -116,23 +117,37 @@ def _bilinear_weights(problem: AttentionProblem, X: ArrayLike, Y: ArrayLike | No
     return Weights(layer, layer.pack(x, y), one_head, problem)
 
 
+def as_layer(
+    shape: Parametrisation, theta: Float[Tensor, " N"], one_head: bool, problem: AttentionProblem
+) -> AttentionLayer:
+    """Weights as a layer, its arrays of the kind of the problem's data."""
+    parts: dict[str, Array] = {}
+    for block in shape.blocks:
+        t = theta[block.start : block.stop].view(block.shape)
+        parts[block.name] = problem.present(t[0] if one_head else t)
+    if isinstance(shape, Bilinear):
+        return BilinearAttention(**parts)
+    assert isinstance(shape, Factored)
+    return FactoredAttention(**parts, scale=shape.scale, rotary=shape.rotary)
+
+
 def start_weights(problem: AttentionProblem, start: object) -> Weights:
-    """(X, Y), X alone or a Solution as a point with a finite loss.
+    """(X, Y), X alone, a layer or a Solution as a point with a finite loss.
 
     Raises:
-        ValueError: a wrong number of parts, shapes that do not fit, a loss that overflows, or a
-            factored layer, which there is no solver for yet.
+        ValueError: a wrong number of parts, shapes that do not fit, or a loss that overflows.
     """
-    if isinstance(start, FactoredAttention):
-        raise ValueError("start must be (X, Y), X or a Solution; factored layers cannot be solved.")
     if isinstance(start, str):
-        raise ValueError(f"start must be (X, Y), X or a Solution; found {start!r}.")
+        raise ValueError(
+            f"start must be (X, Y), X, a layer or a Solution; found {start!r}.  For a truncated "
+            "layer, give the layer and Options(ranks=)."
+        )
     if isinstance(start, Solution):
-        start = (start.X, start.Y)
+        start = start.layer
     if isinstance(start, list) and all(isinstance(t, Tensor | np.ndarray) for t in start):
         start = tuple(start)
     if isinstance(start, tuple) and len(start) != 2:
-        raise ValueError(f"start must be (X, Y) or X; found {len(start)} parts.")
+        raise ValueError(f"start must be (X, Y), X or a layer; found {len(start)} parts.")
     w = as_weights(problem, *start) if isinstance(start, tuple) else as_weights(problem, start)
     if not bool(torch.isfinite(data_loss(problem, w.layer, w.theta)).all()):
         raise ValueError("start must have a finite loss; its logits or outputs overflow.")

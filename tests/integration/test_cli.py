@@ -19,7 +19,7 @@ from newtention.cli import report as report_command
 from newtention.cli.main import run
 from newtention.cli.progress import Display, Lines, sparkline
 from newtention.cli.terminal import say
-from newtention.io import load_problem, load_result, open_arrays, read_result
+from newtention.io import load_problem, load_result, open_arrays, read_result, write_result
 from newtention.solution import TABLE_HEADER
 
 COMMAND = [sys.executable, "-c", "from newtention.cli.main import main; main()"]
@@ -178,6 +178,39 @@ def test_predict_for_other_data(newtention, result, tmp_path):
     assert "fitted to queries of width 3" in err
 
 
+def test_a_result_with_a_factored_layer(newtention, data, tmp_path):
+    problem, provenance = load_problem(data, scale=0.5)
+    rng = np.random.default_rng(1)
+    shapes = {"W_Q": (2, 3, 2), "b_Q": (2, 2), "W_K": (1, 3, 2), "b_K": (1, 2), "W_V": (1, 3, 1)}
+    shapes |= {"W_O": (2, 1, 2), "b_O": (2,)}
+    weights = {name: torch.tensor(rng.standard_normal(shape)) for name, shape in shapes.items()}
+    start = nt.FactoredAttention(**weights, scale=0.7, rotary=nt.Rotary(base=100.0))
+    solution = nt.solve(problem, start=start, method="newton-cg", max_iter=2)
+    folder = tmp_path / "r"
+    document = write_result(folder, problem, solution, provenance, seed=0, n_init=1)
+    assert (document["heads"], document["method"]) == (2, "newton-cg")
+
+    again, saved, read = load_result(folder)
+    assert read == document
+    for got, want in ((saved.layer, solution.layer), (saved.start, solution.start)):
+        assert got.parametrisation == want.parametrisation
+        assert torch.equal(got.theta, want.theta)
+    assert saved.history == solution.history
+    assert nt.loss(again, saved.layer) == solution.loss
+    assert torch.equal(nt.load_layer(folder / "weights.safetensors").theta, solution.layer.theta)
+
+    status, out, _ = newtention("predict", folder)
+    assert status == 0
+    assert f"Relative loss  {solution.relative_loss:.6g}" in out
+    outputs = open_arrays(folder / "predictions.safetensors").read("predictions")
+    assert torch.equal(outputs, nt.predict(problem, solution.layer))
+    page = folder / "report.html"
+    assert newtention("report", folder)[:2] == (0, f"Report  {page}\n")
+    text = page.read_text()
+    assert "33 (W_Q 12, b_Q 4, W_K 6, b_K 2, W_V 3, W_O 4, b_O 2)" in text
+    assert "undefined" not in text
+
+
 def test_moved_and_changed_data(newtention, tmp_path):
     data, folder = tmp_path / "d.npz", tmp_path / "r"
     np.savez(data, **arrays())
@@ -289,7 +322,7 @@ def test_a_mistake_gets_one_sentence(newtention, unchecked, tmp_path, case):
 
 def test_memory_refusal(newtention, data, tmp_path, monkeypatch):
     monkeypatch.setattr("newtention.memory.available_bytes", lambda device: 1000)
-    monkeypatch.setattr("newtention.api.available_bytes", lambda device: 1000)
+    monkeypatch.setattr("newtention.planning.available_bytes", lambda device: 1000)
     status, _, err = newtention("fit", data, "-o", tmp_path / "r")
     assert status == 2
     assert "1000 bytes are free" in err

@@ -10,13 +10,31 @@ EXAMPLES = re.findall(
 )
 
 
-def test_examples(capsys):
+def run(example):
     torch.manual_seed(0)
     names = {}
+    exec(compile(example, "README.md", "exec"), names)
+    return names
+
+
+def test_two_examples():
     assert len(EXAMPLES) == 2
-    for example in EXAMPLES:
-        exec(compile(example, "README.md", "exec"), names)
+
+
+def test_planted_layer(capsys):
+    names = run(EXAMPLES[0])
     assert "Converged" in capsys.readouterr().out
     assert abs(names["solution"].X - names["X"]).max() < 1e-13
     assert abs(names["solution"].Y - names["Y"]).max() < 1e-13
+
+
+def test_truncated_layer(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = run(EXAMPLES[1])
+    solution, nt = names["solution"], names["nt"]
+    first = solution.history[0]
+    assert solution.validation_loss < first.validation
+    assert solution.layer.W_Q.shape == (4, 64, 8)
+    saved = nt.load_layer(tmp_path / "small.safetensors")
+    assert torch.equal(saved.theta, solution.layer.theta)
     assert names["operator"].shape == (16640, 16640)

@@ -185,7 +185,7 @@ def test_losses_never_rise(name):
     assert solution.loss <= min(losses) + 2 * max(noise[-1], 0.0)
     assert nt.loss(problem, solution.X, solution.Y) == solution.loss
     assert solution.loss == solution.data_loss + solution.penalty
-    start = nt.loss(problem, solution.start_X, solution.start_Y)
+    start = nt.loss(problem, solution.start.X, solution.start.Y)
     assert losses[0] == pytest.approx(start, rel=1e-4 if eps > 1e-10 else 1e-10)
     assert solution.iterations == len(solution.history) - 1
     for record in solution.history:
@@ -237,7 +237,7 @@ def test_no_iterations_at_all():
     assert solution.status is Status.ITERATION_LIMIT
     assert solution.iterations == 0
     assert torch.equal(solution.X, made.X)
-    assert torch.equal(solution.start_X, solution.X)
+    assert torch.equal(solution.start.X, solution.X)
     assert solution.loss <= made.loss
     again = nt.solve(made.problem, start=nt.solve(made.problem, start=made.X), max_iter=0)
     assert again.status is Status.CONVERGED
@@ -352,8 +352,9 @@ def test_summary_and_table(capsys):
     solution = nt.solve(slow(), n_init=2, verbose=True)
     out = capsys.readouterr().out
     lines = out.splitlines()
-    assert lines[0].split()[:2] == ["iter", "loss"]
-    assert lines[1].split()[0] == "0"
+    assert lines[0].startswith("method newton, up to ")
+    assert lines[1].split()[:2] == ["iter", "loss"]
+    assert lines[2].split()[0] == "0"
     assert solution.message in out
     assert "Relative loss" in out
     assert "2, final losses" in out
@@ -425,7 +426,7 @@ def test_seeds():
     first, again, other = (nt.solve(problem, seed=s, max_iter=4) for s in (1, 1, 2))
     assert torch.equal(first.X, again.X)
     assert first.loss == again.loss
-    assert not torch.allclose(first.start_X, other.start_X)
+    assert not torch.allclose(first.start.X, other.start.X)
 
 
 def test_n_init_is_a_batch_of_separate_solves():
@@ -471,7 +472,7 @@ def test_many_small_problems_equal_single_solves():
         single = nt.solve(problem, start=start, max_iter=25)
         assert batch.status is single.status, i
         require_close(f"loss {i}", batch.loss, single.loss, 1e-8, scale=max(single.loss, 1e-12))
-        require_close(f"start {i}", batch.start_X, single.start_X, 1e-12)
+        require_close(f"start {i}", batch.start.X, single.start.X, 1e-12)
         assert abs(batch.iterations - single.iterations) <= 1, i
         if single.success and single.penalty > 0:
             require_close(f"X {i}", batch.X, single.X, 1e-6)

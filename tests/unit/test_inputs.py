@@ -498,10 +498,9 @@ def test_token_weights():
 
 def test_proximity():
     X, Y = weights()
-    with pytest.raises(ValueError, match="pair"):
-        nt.Proximity(X)
-    with pytest.raises(ValueError, match="pair"):
-        nt.Proximity((X,))
+    for reference in (X, (X,), nt.BilinearAttention(X, Y)):
+        with pytest.raises(TypeError, match="pair"):
+            nt.Proximity(reference)
     for reference, match in (
         ((X.T, Y), r"reference\[0\]"),
         ((X, Y.T), r"reference\[1\]"),
@@ -679,7 +678,7 @@ def test_degenerate_data(change, regularizer):
     require_finite("loss", solution.loss, solution.relative_loss, *solution.start_losses)
     for record in solution.history:
         require_finite("record", record.loss, record.gradient, record.decrement, record.damping)
-    start = nt.loss(made, solution.start_X, solution.start_Y)
+    start = nt.loss(made, solution.start.X, solution.start.Y)
     energy = float(made.target_energy())
     # A loss of exactly 0 may become the square of a rounding error.
     assert solution.loss <= start * (1 + 1e-12) + 1e-28 * energy

@@ -284,8 +284,10 @@ def test_a_result_comes_back_whole(fitted):
     path, folder, problem, solution, document = fitted
     again, saved, read = load_result(folder)
     assert read == document
-    for name in ("X", "Y", "start_X", "start_Y"):
-        assert torch.equal(getattr(saved, name), getattr(solution, name))
+    for got, want in ((saved.layer, solution.layer), (saved.start, solution.start)):
+        assert type(got) is type(want) is nt.BilinearAttention
+        assert torch.equal(got.X, want.X)
+        assert torch.equal(got.Y, want.Y)
     for name in ("loss", "status", "tol", "seconds", "start_losses", "iterations", "relative_loss"):
         assert getattr(saved, name) == getattr(solution, name)
     assert saved.history == solution.history

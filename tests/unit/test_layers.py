@@ -347,7 +347,7 @@ def test_bilinear_layers_are_starts():
         nt.solve(problem, start=s, max_iter=2) for s in (nt.BilinearAttention(X, Y), (X, Y))
     )
     assert torch.equal(one.X, other.X)
-    assert torch.equal(one.start_X, X)
+    assert torch.equal(one.start.X, X)
 
 
 def pair(layer):

@@ -32,7 +32,7 @@ X = torch.randn(h, d, d, generator=g, dtype=torch.float64) / d
 Y = torch.randn(h, d, p, generator=g, dtype=torch.float64)
 before = psutil.Process().memory_info().rss
 if what == "solve":
-    nt.solve(problem, start=X, max_iter=2, n_init=starts)
+    nt.solve(problem, start=X, method="newton", max_iter=2, n_init=starts)
 else:
     nt.hessian(problem, X, Y).to_dense()
 # Not ru_maxrss, which a child inherits from the process that starts it.
@@ -89,9 +89,9 @@ def free(monkeypatch):
     """Pretend that so many bytes are free."""
 
     def use(count):
-        from newtention import api
+        from newtention import planning
 
-        for module in (memory, api):
+        for module in (memory, planning):
             monkeypatch.setattr(module, "available_bytes", lambda device: count)
 
     return use
@@ -101,10 +101,10 @@ def test_a_solve_is_refused(free):
     problem = zoo.planted(8, 16).problem
     free(1 << 20)
     with pytest.raises(MemoryError, match=r"136 unknowns|128 unknowns") as refused:
-        nt.solve(problem)
+        nt.solve(problem, method="newton")
     text = str(refused.value)
     assert "1.0 MiB are free" in text
-    assert "narrow the tokens" in text
+    assert 'method="newton-cg", which forms no matrix' in text
     assert "float32" in text
 
 
@@ -117,21 +117,50 @@ def test_fewer_starts_are_offered(free):
     assert need[3] < need[4]
     free(need[4] - 1)
     with pytest.raises(MemoryError, match="n_init up to 3 would fit"):
-        nt.solve(problem, n_init=8)
+        nt.solve(problem, n_init=8, method="newton")
     # and what is offered is accepted
-    nt.solve(problem, n_init=3, max_iter=1)
+    nt.solve(problem, n_init=3, method="newton", max_iter=1)
+
+
+def test_auto_forms_no_matrix_that_would_take_over_half_the_memory(free):
+    from newtention.derivatives.hessian import second_order_tile
+
+    problem = zoo.planted(8, 16).problem
+    layer = Bilinear(1, *problem.widths)
+    need = memory.newton_bytes(layer, 1, 8, second_order_tile(problem, 1, 1))
+    for count, method in ((2 * need, "newton"), (2 * need - 2, "newton-cg")):
+        free(count)
+        assert nt.solve(problem, max_iter=1).method == method
+
+
+def test_a_matrix_free_solve_is_refused(free):
+    problem = zoo.planted(8, 200).problem
+    layer = Bilinear(1, *problem.widths)
+    need = {c: memory.matrix_free_bytes(problem, layer, 1, c) for c in (False, True)}
+    assert need[False] < need[True]
+    free(need[True] - 1)
+    keep = nt.Options(cache_bytes=1 << 30)
+    with pytest.raises(MemoryError, match=r"128 unknowns.*Options\(cache_bytes=0\)"):
+        nt.solve(problem, method="newton-cg", options=keep)
+    # and what is offered is accepted
+    nt.solve(problem, method="newton-cg", options=nt.Options(cache_bytes=0), max_iter=1)
+    free(need[False] - 1)
+    for options in (None, keep):
+        with pytest.raises(MemoryError, match="fewer sequences, or float32, would need less"):
+            nt.solve(problem, method="newton-cg", options=options)
 
 
 def test_a_batch_is_refused(free):
     free(1 << 20)
     with pytest.raises(MemoryError, match="fewer at a time"):
-        nt.solve_many([zoo.planted(8, 16, seed=i).problem for i in range(3)])
+        nt.solve_many([zoo.planted(8, 16, seed=i).problem for i in range(3)], method="newton")
 
 
-def test_float32_is_not_told_to_use_float32(free):
+@pytest.mark.parametrize("method", ["newton", "newton-cg", "auto"])
+def test_float32_is_not_told_to_use_float32(free, method):
     free(1 << 10)
     with pytest.raises(MemoryError) as refused:
-        nt.solve(zoo.planted(8, 16, dtype=torch.float32).problem)
+        nt.solve(zoo.planted(8, 16, dtype=torch.float32).problem, method=method)
     assert "float32" not in str(refused.value)
 
 
@@ -150,7 +179,7 @@ def test_nothing_is_allocated_before_the_refusal():
     A = torch.ones(4, 2000, dtype=torch.float64)
     problem = nt.AttentionProblem(A, A, A, A)
     with pytest.raises(MemoryError, match="TiB"):
-        nt.solve(problem, start=torch.zeros(2000, 2000))
+        nt.solve(problem, start=torch.zeros(2000, 2000), method="newton")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from newtention import reference
 from newtention.regularizers import Quadratic
 from tests.cases import BY_NAME, CASES, STACK, make
 from tests.checks import require_close
+from tests.unit.test_layers import weights
 
 REGULARISED = [
     case for case in CASES if case.name.startswith(("ridge", "token weights", "proximity"))
@@ -117,7 +118,10 @@ def test_describe():
         "min": 0.5,
         "max": 2.0,
     }
-    assert nt.Proximity(([[1.0]], [[1.0]]), 3).describe() == {"name": "proximity", "strength": 3.0}
+    near = {"name": "proximity", "strength": 3.0}
+    assert nt.Proximity(([[1.0]], [[1.0]]), 3).describe() == near | {"isotropic": False}
+    layer = weights()
+    assert nt.Proximity(layer, 3, isotropic=True).describe() == near | {"isotropic": True}
 
 
 def test_take():
@@ -126,3 +130,73 @@ def test_take():
     X, Y = (torch.stack([getattr(STACK[i], w) for i in (3, 1, 3)])[:, None] for w in "XY")
     want = [STACK[i].penalty(STACK[i].sequences, STACK[i].X, STACK[i].Y) for i in (3, 1, 3)]
     require_close("values", taken.value(X, Y), torch.stack(want), 1e-12)
+
+
+# Another regulariser on the same data
+
+
+@TABLE
+def test_with_regularizer(case):
+    """As if it had been given with the data, which both problems share."""
+    problem = case.problem()
+    free = problem.with_regularizer(None)
+    assert free.regularizer is None
+    assert free.chunks is problem.chunks
+    assert nt.loss(free, *case.point()) == pytest.approx(
+        float(reference.data_loss(case.sequences, case.X, case.Y, case.scale)), rel=1e-12
+    )
+    if not isinstance(problem.regularizer, nt.TokenWeights):
+        again = free.with_regularizer(problem.regularizer)
+        assert again.chunks is problem.chunks
+        require_close("loss", nt.loss(again, *case.point()), case.oracle[0], 1e-12)
+    # The problem itself is as it was.
+    require_close("loss", nt.loss(problem, *case.point()), case.oracle[0], 1e-12)
+
+
+def test_with_regularizer_keeps_the_options():
+    case = BY_NAME["forbidding bias per head, causal"]
+    ridged = case.problem().with_regularizer(nt.Ridge(0.3, 0.7))
+    want = case.oracle[0] + reference.ridge(case.X, case.Y, 0.3, 0.7)
+    require_close("loss", nt.loss(ridged, *case.point()), want, 1e-12)
+    assert ridged.mask == case.problem().mask
+    assert "ridge" in repr(ridged)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_with_regularizer_refuses():
+    problem = BY_NAME["bias per head"].problem()
+    with pytest.raises(TypeError, match="Ridge, TokenWeights or Proximity; found float"):
+        problem.with_regularizer(0.1)
+    with pytest.raises(ValueError, match="TokenWeights must be given where the problem is made"):
+        problem.with_regularizer(nt.TokenWeights(torch.ones(9)))
+    stack = nt.AttentionProblem.stack([problem, problem])
+    with pytest.raises(ValueError, match="one problem, not a stack"):
+        stack.with_regularizer(None)
+    for heads in (1, 3):
+        X, Y = torch.zeros(heads, 3, 4), torch.zeros(heads, 2, 5)
+        with pytest.raises(ValueError, match=f"bias is for 2 heads.*for {heads}"):
+            problem.with_regularizer(nt.Proximity((X, Y)))
+    with pytest.raises(ValueError, match=r"Proximity\(reference\[0\]\)"):
+        problem.with_regularizer(nt.Proximity((torch.zeros(2, 4, 4), torch.zeros(2, 2, 5))))
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    "reference_of", [None, 1.0, (1, 2, 3), "layer", torch.zeros(3, 3)], ids=str
+)
+def test_proximity_refuses_references_of_another_kind(reference_of):
+    with pytest.raises(TypeError, match=r"Proximity\(reference=\) must be a pair \(X, Y\)"):
+        nt.Proximity(reference_of)
+
+
+def test_proximity_takes_factored_layers_only():
+    """A bilinear layer is a pair: (layer.X, layer.Y)."""
+    layer = nt.BilinearAttention(torch.ones(2, 2), torch.ones(2, 2))
+    with pytest.raises(TypeError, match="BilinearAttention"):
+        nt.Proximity(layer)
+    assert not nt.Proximity((layer.X, layer.Y)).around_layer
+    assert nt.Proximity(weights()).around_layer
+    with pytest.raises(ValueError, match=r"isotropic=True.*factored"):
+        nt.Proximity((layer.X, layer.Y), isotropic=True)
+    with pytest.raises(ValueError, match=r"strength=.*at least 0; found -1"):
+        nt.Proximity(weights(), -1)

@@ -12,7 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 import newtention as nt
 from newtention import plots
-from newtention.diagnostics import QueryErrors, zero_level
+from newtention.diagnostics import QueryErrors, query_key_and_value_maps, zero_level
 from newtention.drawing import number
 from newtention.report import write_picture, write_report
 
@@ -60,6 +60,20 @@ def make_problem(like=np.float64, **keywords):
     if like is torch.float32:
         tokens, targets = (torch.tensor(a, dtype=torch.float32) for a in (tokens, targets))
     return nt.AttentionProblem.from_ragged(tokens, targets, offsets=offsets, **keywords)
+
+
+def factored_start(heads=2, groups=1, rotary=None, biases=True):
+    """A layer of the widths of `make_problem`."""
+    rng = np.random.default_rng(7)
+    shapes = {"W_Q": (heads, 3, 2), "W_K": (groups, 3, 2), "W_V": (groups, 3, 1)}
+    shapes["W_O"] = (heads, 1, 2)
+    if biases:
+        shapes |= {"b_Q": (heads, 2), "b_K": (groups, 2), "b_O": (2,)}
+    weights = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
+    return nt.FactoredAttention(**weights, scale=0.5, rotary=rotary)
+
+
+CG = {"method": "newton-cg", "max_iter": 2}
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +174,16 @@ def cases():
             make_problem(regularizer=nt.Proximity((np.eye(3), np.ones((3, 2))), 0.5)),
             {"max_iter": 5},
         ),
+        "bilinear, matrix-free": (heads, CG),
+        "factored layer": (heads, {"start": factored_start()} | CG),
+        "factored layer, rotary, no biases": (
+            make_problem(mask="causal"),
+            {"start": factored_start(rotary=nt.Rotary(), biases=False)} | CG,
+        ),
+        "factored layer, torch, float32": (
+            make_problem(torch.float32),
+            {"options": nt.Options(ranks=2), "validation": make_problem(torch.float32)} | CG,
+        ),
     }
 
 
@@ -171,6 +195,34 @@ def test_report_of_every_kind_of_fit(tmp_path, name):
     assert solution.message in "".join(page.text)
     assert "nan" not in without_images(text).lower()
     assert "undefined" not in text
+
+
+def test_report_of_a_factored_layer(tmp_path, fitted):
+    problem = fitted[0]
+    solution = nt.solve(problem, start=factored_start(), validation=problem, **CG)
+    text, page = report(tmp_path, problem, solution)
+    words = re.sub(r"\s+", " ", " ".join(page.text))
+    blocks = "W_Q 12, b_Q 4, W_K 6, b_K 2, W_V 3, W_O 4, b_O 2"
+    assert f"33 ({blocks})" in words
+    assert "The full Hessian in all 33 unknowns" in words
+    assert "Every step used the Gauss–Newton matrix." in words
+    assert f"Validation loss {number(solution.validation_loss, 4)} " in words
+    assert "Of 2 heads" not in words
+    assert report(tmp_path, problem, solution)[0] == text
+    write_picture(tmp_path / "picture.png", problem, solution)
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_maps_of_a_factored_layer():
+    """The attention of X = W_Q W_K^T and the outputs of Y = W_V W_O, key/value heads shared."""
+    problem = make_problem(scale=0.5)
+    layer = replace(factored_start(heads=4, groups=2, biases=False), scale=1.0)
+    X, Y = query_key_and_value_maps(layer)
+    assert (X.shape, Y.shape) == ((4, 3, 3), (4, 3, 2))
+    assert np.allclose(nt.predict(problem, X, Y), nt.predict(problem, layer), rtol=0, atol=1e-12)
+    again = query_key_and_value_maps(nt.BilinearAttention(X[0], Y[0]))
+    assert np.array_equal(again[0], X[:1])
+    assert np.array_equal(again[1], Y[:1])
 
 
 def test_report_of_a_run_without_records(tmp_path, fitted):
@@ -212,12 +264,10 @@ def run(length, **columns):
     for i in range(length):
         values = {name: value[i] for name, value in columns.items()}
         rows.append(replace(record, iteration=i, seconds=0.5 * i, **values))
-    weights = np.eye(2)
+    layer = nt.BilinearAttention(np.eye(2), np.eye(2))
     return nt.Solution(
-        X=weights,
-        Y=weights,
-        start_X=weights,
-        start_Y=weights,
+        layer=layer,
+        start=layer,
         loss=rows[-1].loss if rows else 0.0,
         data_loss=0.0,
         penalty=0.0,

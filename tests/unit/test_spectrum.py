@@ -8,7 +8,7 @@ import torch
 from scipy.sparse.linalg import eigsh
 
 import newtention as nt
-from newtention import memory, spectrum
+from newtention import memory, spectra
 from newtention.derivatives.products import hessian_product
 from newtention.linsolve import lanczos
 from newtention.linsolve.lanczos import lanczos_extremes, lanczos_quadrature
@@ -46,7 +46,7 @@ def require_bound(what, values, residuals, exact, noise):
         raise AssertionError(f"{what}: eigenvalues at {nearest}, residuals {residuals}")
 
 
-def check_case(case, kind, dtype=torch.float64, compute=spectrum.spectrum, k=3, **settings):
+def check_case(case, kind, dtype=torch.float64, compute=spectra.spectrum, k=3, **settings):
     """`spectrum` against the oracle's matrix."""
     H = case.oracle[2] if kind == "full" else case.oracle_gauss_newton
     s = compute(case.problem(dtype), *case.point(dtype), k=k, kind=kind, **settings)
@@ -133,8 +133,8 @@ def test_dense(case, kind):
 )
 def test_lanczos_on_cases(name, dtype, kind, monkeypatch):
     """The iterative path, its basis smaller than the matrix, so that it restarts."""
-    monkeypatch.setattr(spectrum, "DENSE_UNKNOWNS", 0)
-    monkeypatch.setattr(spectrum, "BASIS_BLOCKS", 6)
+    monkeypatch.setattr(spectra, "DENSE_UNKNOWNS", 0)
+    monkeypatch.setattr(spectra, "BASIS_BLOCKS", 6)
     tol = TOL if dtype == torch.float64 else 1e-5
     k = 1 if name in ("proximity", "saturated") else 2
     s = check_case(BY_NAME[name], kind, dtype, k=k, steps=2, tol=tol)
@@ -144,12 +144,12 @@ def test_lanczos_on_cases(name, dtype, kind, monkeypatch):
 
 def test_a_shifted_spectrum_fails():
     def shifted(*args, **settings):
-        s = spectrum.spectrum(*args, **settings)
+        s = spectra.spectrum(*args, **settings)
         return replace(s, largest=s.largest + 1e-6 * s.largest.abs().max())
 
     def interior(problem, X, Y, k, kind):
         """Drops the extreme pair: every value is an eigenvalue, but not the right one."""
-        s = spectrum.spectrum(problem, X, Y, k=k + 1, kind=kind)
+        s = spectra.spectrum(problem, X, Y, k=k + 1, kind=kind)
         return replace(
             s,
             largest=s.largest[1:],
@@ -159,7 +159,7 @@ def test_a_shifted_spectrum_fails():
         )
 
     def traceless(*args, **settings):
-        return replace(spectrum.spectrum(*args, **settings), trace=1.0)
+        return replace(spectra.spectrum(*args, **settings), trace=1.0)
 
     for wrong in (shifted, interior, traceless):
         with pytest.raises(AssertionError):
@@ -169,7 +169,7 @@ def test_a_shifted_spectrum_fails():
 
 
 def _other_kind(problem, X, Y, k, kind, kind_of_product):
-    return spectrum.spectrum(problem, X, Y, k=k, kind="gauss-newton")
+    return spectra.spectrum(problem, X, Y, k=k, kind="gauss-newton")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -178,11 +178,11 @@ def test_factored(dtype, kind, monkeypatch):
     problem, layer = factored_problem()
     H = nt.hessian_operator(problem, layer, kind=kind).to_dense()
     problem, layer = factored_problem(dtype)
-    dense = spectrum.spectrum(problem, layer, k=4, kind=kind)
-    monkeypatch.setattr(spectrum, "DENSE_UNKNOWNS", 0)
-    monkeypatch.setattr(spectrum, "BASIS_BLOCKS", 6)
+    dense = spectra.spectrum(problem, layer, k=4, kind=kind)
+    monkeypatch.setattr(spectra, "DENSE_UNKNOWNS", 0)
+    monkeypatch.setattr(spectra, "BASIS_BLOCKS", 6)
     tol = TOL if dtype == torch.float64 else 1e-5
-    iterative = spectrum.spectrum(problem, layer, k=4, kind=kind, steps=2, tol=tol)
+    iterative = spectra.spectrum(problem, layer, k=4, kind=kind, steps=2, tol=tol)
     assert (dense.method, iterative.method) == ("dense eigendecomposition", "block Lanczos")
     for s in (dense, iterative):
         assert layer.theta.numel() == s.N
@@ -196,7 +196,7 @@ def test_large_against_dense_and_scipy(large, kind):
     problem, X, Y, matrices = large
     # Beside its zeros the Gauss-Newton matrix has many that are nearly zero: slow residuals.
     tol = 1e-8 if kind == "full" else 1e-4
-    s = spectrum.spectrum(problem, X, Y, k=4, kind=kind, tol=tol)
+    s = spectra.spectrum(problem, X, Y, k=4, kind=kind, tol=tol)
     assert s.method == "block Lanczos"
     assert s.converged
     values = torch.cat([s.largest, s.smallest])
@@ -209,13 +209,16 @@ def test_large_against_dense_and_scipy(large, kind):
             continue  # zero, more than 4 times over: eigsh need not find every copy
         want = np.sort(eigsh(operator, k=4, which=which, tol=1e-10)[0])
         assert np.abs(np.sort(got.numpy()) - want).max() < 1e-9 * scale
+    generator = torch.Generator().manual_seed(0)
+    forms = lanczos_quadrature(lambda V: V @ matrices[kind], X.new_zeros(1600), 8, 1, generator)[2]
+    assert s.trace_error == pytest.approx(1600 * float(forms.std()) / 8**0.5, rel=1e-6)
     # 5 standard errors: the seed is fixed.
     assert abs(s.trace - float(matrices[kind].trace())) < 5 * s.trace_error
 
 
 def test_default_tolerance_gives_far_better_eigenvalues(large):
     problem, X, Y, matrices = large
-    s = spectrum.spectrum(problem, X, Y, k=4)
+    s = spectra.spectrum(problem, X, Y, k=4)
     exact = torch.linalg.eigvalsh(matrices["full"])
     scale = float(exact.abs().max())
     assert s.converged
@@ -264,6 +267,38 @@ def test_degenerate_and_clustered(name, dtype):
     assert error <= tol * float(d.abs().max())
 
 
+def test_orthogonalisation_of_nearly_dependent_rows():
+    """One pass would leave 1e-6 of V in what remains."""
+    g = torch.Generator().manual_seed(0)
+    V = torch.linalg.qr(torch.randn(500, 20, generator=g, dtype=torch.float64))[0].mT
+    rest = torch.randn(3, 500, generator=g, dtype=torch.float64)
+    W = torch.randn(3, 20, generator=g, dtype=torch.float64) @ V + 1e-10 * rest
+    left, C = lanczos._orthogonalise(V, W)
+    length = torch.linalg.vector_norm(left, dim=1)
+    assert float((V @ left.mT).abs().max()) < 1e-14 * float(length.min())
+    assert torch.allclose(C, V @ W.mT, rtol=1e-12)
+
+
+def test_blocks_of_long_float32_rows():
+    """Orthonormal to rounding where sums of 500,000 terms are not, and W = coupling^T block."""
+    g = torch.Generator().manual_seed(0)
+    W = torch.randn(3, 500_001, generator=g)
+    W[1] = W[0] + 1e-2 * W[1]
+    block, coupling = lanczos._next_block(W[:0], W, 0.0)
+    Q = block.double()
+    assert float((Q @ Q.mT - torch.eye(3)).abs().max()) < 5e-7
+    error = coupling.mT @ Q - W.double()
+    assert float(error.norm()) < 1e-6 * float(W.double().norm())
+    exact = W.double() @ W.double().mT
+    assert float((lanczos._inner(W, W) - exact).abs().max()) < 1e-7 * float(exact.max())
+
+
+def test_no_more_rows_than_dimensions():
+    V, W = torch.eye(5).double()[:4], torch.ones(3, 5).double() + torch.eye(5).double()[:3]
+    block, _ = lanczos._next_block(V, W, 0.0)
+    assert block.shape == (1, 5)
+
+
 def test_one_vector_misses_copies():
     """Why the block has k vectors."""
     d = SPECTRA["multiple ends"].double()
@@ -300,7 +335,7 @@ def test_residuals_bound_before_convergence(seed, monkeypatch):
 def test_not_converged_is_said(large, monkeypatch):
     problem, X, Y, _ = large
     monkeypatch.setattr(lanczos, "RESTARTS", 0)
-    s = spectrum.spectrum(problem, X, Y, k=1, steps=16, tol=1e-12)
+    s = spectra.spectrum(problem, X, Y, k=1, steps=16, tol=1e-12)
     assert not s.converged
     assert "Not converged" in s.summary()
     assert "not converged" in repr(s)
@@ -311,7 +346,7 @@ def test_numpy_in_numpy_out(dtype):
     rng = np.random.default_rng(0)
     A1, A2, A3, B = (rng.standard_normal(s).astype(dtype) for s in ((6, 3), (7, 4), (7, 2), (6, 5)))
     problem = nt.AttentionProblem(A1, A2, A3, B)
-    s = spectrum.spectrum(problem, np.ones((3, 4), dtype), np.ones((2, 5), dtype), density=True)
+    s = spectra.spectrum(problem, np.ones((3, 4), dtype), np.ones((2, 5), dtype), density=True)
     arrays = [s.largest, s.smallest, s.largest_residuals, s.smallest_residuals]
     density = s.density
     arrays += [density.grid, density.values, density.nodes, density.weights]
@@ -327,7 +362,7 @@ def test_numpy_in_numpy_out(dtype):
 def test_deterministic_under_the_seed(large):
     problem, X, Y, _ = large
     first, again, other = (
-        spectrum.spectrum(problem, X, Y, k=2, seed=seed, density=True, steps=8, probes=2)
+        spectra.spectrum(problem, X, Y, k=2, seed=seed, density=True, steps=8, probes=2)
         for seed in (3, 3, 4)
     )
     assert torch.equal(first.largest, again.largest)
@@ -339,7 +374,7 @@ def test_deterministic_under_the_seed(large):
 def test_the_global_generator_is_not_used(large):
     problem, X, Y, _ = large
     state = torch.get_rng_state()
-    spectrum.spectrum(problem, X, Y, k=1, steps=8)
+    spectra.spectrum(problem, X, Y, k=1, steps=8)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -350,18 +385,18 @@ def test_products_are_counted(large, monkeypatch):
         counted.append(directions.shape[1])
         return hessian_product(problem, layer, theta, directions, kind)
 
-    monkeypatch.setattr(spectrum, "hessian_product", counting)
+    monkeypatch.setattr(spectra, "hessian_product", counting)
     problem, X, Y, _ = large
-    s = spectrum.spectrum(problem, X, Y, k=2, density=True, steps=4, probes=3)
+    s = spectra.spectrum(problem, X, Y, k=2, density=True, steps=4, probes=3)
     assert s.products == sum(counted)
     assert counted[:4] == [3] * 4
-    small = spectrum.spectrum(BY_NAME["one sequence"].problem(), *BY_NAME["one sequence"].point())
+    small = spectra.spectrum(BY_NAME["one sequence"].problem(), *BY_NAME["one sequence"].point())
     assert small.products == small.N + 12
 
 
 def test_dense_density_is_exact():
     case = BY_NAME["two heads"]
-    s = spectrum.spectrum(case.problem(), *case.point(), k=1, density=True)
+    s = spectra.spectrum(case.problem(), *case.point(), k=1, density=True)
     exact = torch.linalg.eigvalsh(case.oracle[2])
     scale = float(exact.abs().max())
     assert float((s.density.nodes - exact).abs().max()) < 1e-10 * scale
@@ -388,7 +423,7 @@ def test_quadrature_breaks_down_gracefully(name, dtype):
     assert float(nodes @ weights) == pytest.approx(float(forms.mean()), rel=1e-5, abs=1e-12)
     if name != "decay":
         assert len(nodes) <= 4 * 6
-    grid, values, width = spectrum.broadened(nodes, weights, 40)
+    grid, values, width = spectra.broadened(nodes, weights, 40)
     assert width > 0
     assert float(torch.trapezoid(values, grid)) == pytest.approx(1, abs=1e-9)
 
@@ -423,16 +458,16 @@ def test_errors(unchecked):
         ({"tol": "small"}, "tol must be a number between 0 and 1"),
     ):
         with pytest.raises(ValueError, match=message):
-            spectrum.spectrum(problem, X, Y, **settings)
+            spectra.spectrum(problem, X, Y, **settings)
     stack = nt.AttentionProblem.stack([STACK[0].problem(), STACK[4].problem()])
     with pytest.raises(ValueError, match="one problem"):
-        spectrum.spectrum(stack, torch.stack([X, X]), torch.stack([Y, Y]))
+        spectra.spectrum(stack, torch.stack([X, X]), torch.stack([Y, Y]))
 
 
 @pytest.mark.parametrize("k", [1, 22])
 def test_every_eigenvalue_may_be_asked_for(k):
     case = BY_NAME["one sequence"]
-    s = spectrum.spectrum(case.problem(), *case.point(), k=k)
+    s = spectra.spectrum(case.problem(), *case.point(), k=k)
     exact = torch.linalg.eigvalsh(case.oracle[2])
     assert s.N == len(exact) == 22
     assert float((s.smallest - exact[:k]).abs().max()) < 1e-10 * float(exact.abs().max())
@@ -440,7 +475,7 @@ def test_every_eigenvalue_may_be_asked_for(k):
 
 def test_smallest_problem():
     case = make("tiny", [(1, 1)], "single", widths=(1, 1, 1, 1))
-    s = spectrum.spectrum(case.problem(), *case.point(), k=2, density=True)
+    s = spectra.spectrum(case.problem(), *case.point(), k=2, density=True)
     assert s.N == 2
     assert bool(torch.isfinite(s.density.values).all())
 
@@ -448,25 +483,25 @@ def test_smallest_problem():
 def test_overflow_is_refused():
     case = BY_NAME["one sequence"]
     with pytest.raises(ValueError, match="overflow"):
-        spectrum.spectrum(case.problem(), case.X, case.Y * 1e300)
+        spectra.spectrum(case.problem(), case.X, case.Y * 1e300)
 
 
 def test_memory_is_refused_before_it_is_taken(large, monkeypatch):
     problem, X, Y, _ = large
     monkeypatch.setattr(memory, "available_bytes", lambda device: 100_000)
     with pytest.raises(MemoryError, match="lower steps= or k="):
-        spectrum.spectrum(problem, X, Y)
+        spectra.spectrum(problem, X, Y)
     with pytest.raises(MemoryError, match="lower steps= or k="):
-        spectrum.spectrum(problem, X, Y, k=200)
+        spectra.spectrum(problem, X, Y, k=200)
 
 
 def test_summary(large):
     problem, X, Y, _ = large
-    text = spectrum.spectrum(problem, X, Y, k=2, density=True, steps=8, probes=2).summary()
+    text = spectra.spectrum(problem, X, Y, k=2, density=True, steps=8, probes=2).summary()
     for part in ("Hessian of 1600 unknowns", "block Lanczos", "standard error", "16 nodes"):
         assert part in text
     case = BY_NAME["one sequence"]
-    s = spectrum.spectrum(case.problem(), *case.point(), kind="gauss-newton", k=9)
+    s = spectra.spectrum(case.problem(), *case.point(), kind="gauss-newton", k=9)
     assert "Gauss-Newton matrix of 22 unknowns" in s.summary()
     assert "standard error" not in s.summary()
     assert "... (9 in all)" in s.summary()

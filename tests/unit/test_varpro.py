@@ -5,12 +5,17 @@ import torch
 
 import newtention as nt
 from newtention import reference
+from newtention.derivatives.gradient import data_loss, loss_and_gradient
 from newtention.derivatives.hessian import second_order
+from newtention.derivatives.linearised import Linearised
+from newtention.derivatives.penalty import penalty
 from newtention.linsolve.pseudo_inverse import gram_inverse
-from newtention.newton.varpro import eliminate_output, project
+from newtention.newton.varpro import OutputMap, eliminate_output, project
 from newtention.weights import as_weights
 from tests.cases import BY_NAME, CASES, SATURATED_CASES, STACK
 from tests.checks import require_close
+from tests.unit import test_layers as layers
+from tests.unit import test_proximity as near
 
 SMALL = [c for c in CASES if c.name not in SATURATED_CASES]
 TABLE = pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
@@ -166,3 +171,117 @@ def test_gram_inverse_is_the_pseudo_inverse(rank):
     scale = max(1.0, float(want.abs().max()))
     require_close("solve", inverse.solve(right), want @ right, 1e-9, scale)
     require_close("root", inverse.root @ inverse.root.mT, want, 1e-9, scale)
+
+
+# The output map of any layer
+
+FACTORED = [name for name in layers.CASES if name != "logits of 500"]
+
+
+def output_map(problem, layer):
+    """(at, the problem's weights, theta with the best output map)."""
+    w = as_weights(problem, layer)
+    regularizer = penalty(problem, w.layer)
+    output = OutputMap.at(Linearised(problem, w.layer, w.theta), regularizer)
+    return w, output, output.solved(w.theta)
+
+
+def affine_in_output(w, residual):
+    """Weighted rows, flat, as A o + c in the flat output map o at fixed other weights."""
+    theta, start = w.theta[0], w.layer.output_start
+
+    def of_output(o):
+        return residual(torch.cat([theta[:start], o]))
+
+    zero = torch.zeros_like(theta[start:])
+    return torch.func.jacfwd(of_output)(zero), of_output(zero)
+
+
+@pytest.mark.parametrize("name", FACTORED)
+def test_output_map_is_least_squares(name):
+    """Of all weighted rows, and of those that stand for a ridge on W_O."""
+    layer, problem, _, residual, own = layers.case(name)
+    w, output, solved = output_map(problem, layer)
+    start = w.layer.output_start
+    A, c = affine_in_output(w, residual)
+    theta = w.theta[0]
+    K = torch.func.hessian(own)(theta)[start:, start:]
+    rows = torch.cat([A, K.diagonal().sqrt().diag()])  # a ridge is diagonal
+    right = torch.cat([-c, torch.zeros(len(K), dtype=c.dtype)])
+    best = torch.linalg.lstsq(rows, right, driver="gelsd").solution
+    require_close("fit", A @ solved[0, start:], A @ best, 1e-8)
+    assert torch.equal(solved[:, :start], w.theta[:, :start])
+    gradient = torch.func.grad(lambda t: 0.5 * residual(t).square().sum() + own(t))(theta)
+    require_close("gradient", output.gradient.flatten(), gradient[start:], 1e-10)
+
+
+@pytest.mark.parametrize("name", FACTORED)
+def test_output_map_solves_with_its_own_curvature(name):
+    layer, problem, _, residual, own = layers.case(name)
+    w, output, _ = output_map(problem, layer)
+    A, _ = affine_in_output(w, residual)
+    start = w.layer.output_start
+    K = torch.func.hessian(own)(w.theta[0])[start:, start:]
+    H = A.T @ A + K
+    right = torch.randn(output.gradient.shape, generator=torch.Generator().manual_seed(0)).double()
+    want = torch.linalg.pinv(H, hermitian=True, rtol=1e-12) @ right.flatten()
+    require_close("solution", output.solve(right).flatten(), want, 1e-7)
+
+
+@pytest.mark.parametrize("name", [*FACTORED, "near"])
+def test_output_map_is_stationary(name):
+    if name == "near":
+        s = near.setup("biases, groups")
+        layer, problem = s.layer, s.problem
+    else:
+        layer, problem, *_ = layers.case(name)
+    w, _, solved = output_map(problem, layer)
+    start = w.layer.output_start
+    before, after = (loss_and_gradient(problem, w.layer, t) for t in (w.theta, solved))
+    assert after[1][:, start:].abs().max() < 1e-9 * before[1][:, start:].abs().max()
+    assert after[0] < before[0]
+    again = OutputMap.at(Linearised(problem, w.layer, solved), penalty(problem, w.layer))
+    require_close("again", again.solved(solved), solved, 1e-9)
+
+
+def of_rank(rank, dtype, heads, seed, n=300, m=4000, d=4):
+    """Tokens of a rank, off the origin: a problem's weights, the best loss and the features."""
+    g = torch.Generator().manual_seed(seed)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    def rounded(t):
+        return t.to(dtype).double()
+
+    tokens = rounded((3 + randn(m, rank)) @ randn(rank, d))
+    A1, B, X, Y = map(rounded, (randn(n, d), randn(n, 5), randn(heads, d, d), randn(heads, d, 5)))
+    problem = nt.AttentionProblem(*(t.to(dtype) for t in (A1, tokens, tokens, B)))
+    P = torch.einsum("nd,hde,me->hnm", A1, X, tokens).softmax(2)
+    F = torch.cat(list(P @ tokens), 1)
+    U = torch.linalg.svd(F, full_matrices=False).U[:, : heads * rank]
+    best = 0.5 * (B - U @ (U.T @ B)).square().sum()
+    return as_weights(problem, X.to(dtype), Y.to(dtype)), best, F
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["f32", "f64"])
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_output_map_of_deficient_features(seed, heads, dtype):
+    """Directions that only rounding shows are left where they are.
+
+    In float32 the features are sums over 4000 keys, and their rounding is several eps.
+    """
+    w, best, F = of_rank(1, dtype, heads, seed)
+    output = OutputMap.at(Linearised(w.problem, w.layer, w.theta), penalty(w.problem, w.layer))
+    solved = output.solved(w.theta)
+    kept = (output.inverse.root.abs().amax(1) > 0).sum()
+    assert int(kept) == heads
+    tol = 1e-4 if dtype == torch.float32 else 1e-9
+    loss = data_loss(w.problem, w.layer, solved)
+    require_close("loss", loss, best[None], tol)
+    # What the features do not see stays as it was.
+    null = torch.linalg.svd(F).Vh[heads:]
+    start = w.layer.output_start
+    change = (solved - w.theta)[0, start:].view(-1, 5).double()
+    require_close("null part", null @ change, torch.zeros(len(null), 5), 1e-3, change.norm())

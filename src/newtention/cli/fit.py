@@ -10,14 +10,18 @@ from rich.console import Console
 
 from newtention.api import Options, solve
 from newtention.cli import options
+from newtention.cli.held_out import hold_out_of, load_held_out
 from newtention.cli.progress import Display, Lines, Silent, busy
 from newtention.cli.report import make_report
+from newtention.cli.resume import Resume
+from newtention.cli.start import LayerOptions, load_start, require_proximity
 from newtention.cli.terminal import complain, say
-from newtention.io import ArrayNames, Provenance, load_problem, prepare_folder, write_result
-from newtention.problem import AttentionProblem
-from newtention.solution import Solution
+from newtention.cli.words import describe, meaning
+from newtention.io import ArrayNames, load_problem, prepare_folder, write_result
+from newtention.solution import Status
 
 NOT_CONVERGED = 3
+CONTINUABLE = (Status.ITERATION_LIMIT, Status.TIME_LIMIT, Status.INTERRUPTED)
 
 
 def fit(
@@ -26,19 +30,36 @@ def fit(
     force: options.Force = False,
     as_json: options.AsJson = False,
     no_report: options.NoReport = False,
+    mask: options.Mask = "none",
+    scale: options.Scale = 1.0,
+    heads: options.Heads = None,
+    ranks: options.Ranks = None,
+    freeze: options.Freeze = None,
+    dtype: options.Dtype = "float64",
     ridge: options.Ridge = 0.0,
     ridge_x: options.RidgeX = None,
     ridge_y: options.RidgeY = None,
-    mask: options.Mask = "none",
-    scale: options.Scale = 1.0,
-    heads: options.Heads = 1,
-    dtype: options.Dtype = "float64",
+    proximity: options.Proximity = None,
+    isotropic: options.Isotropic = False,
+    layer: options.Layer = None,
+    layer_prefix: options.LayerPrefix = None,
+    layer_heads: options.LayerHeads = None,
+    kv_heads: options.KvHeads = None,
+    rope_base: options.RopeBase = None,
+    rope_pairing: options.RopePairing = None,
+    logit_scale: options.LogitScale = None,
+    validation: options.Validation = None,
+    validation_share: options.ValidationShare = None,
+    patience: options.Patience = None,
     method: options.Method = "auto",
+    curvature: options.Curvature = "gauss-newton",
     tol: options.Tol = None,
     max_iter: options.MaxIter = 200,
     max_seconds: options.MaxSeconds = None,
     n_init: options.Starts = 1,
     seed: options.Seed = 0,
+    checkpoint: options.Checkpoint = None,
+    cache_bytes: options.CacheBytes = None,
     queries: options.Queries = None,
     keys: options.Keys = None,
     values: options.Values = None,
@@ -55,8 +76,12 @@ def fit(
     width) are one sequence, or several if there are offsets; 3-D arrays (sequences x tokens x
     width) are a padded batch, with lengths if some are shorter.  A file is never unpickled.
 
-    DIR will hold weights.safetensors (X and Y), start.safetensors (the weights the fit began from),
-    result.json and report.html.  Ctrl-C ends the fit and keeps the best point so far.
+    With --layer the fit begins from a real layer, with its biases, grouped keys and rotary
+    positions, made smaller by --heads and --ranks.
+
+    DIR will hold weights.safetensors (the layer, for newtention.load_layer), start.safetensors (the
+    layer the fit began from), result.json and report.html.  Ctrl-C ends the fit and keeps the best
+    point so far; with --checkpoint the same command continues, also after a kill.
 
     [bold]Examples[/bold]
 
@@ -66,12 +91,27 @@ def fit(
 
     [cyan]newtention fit cross.npz --out result --keys image --n-init 8 --max-seconds 60[/cyan]
 
+    [cyan]newtention fit layer.safetensors --out result --layer source --ranks 16
+    --validation-share 0.2 --checkpoint layer.ckpt[/cyan]
+
     [bold]Exit status[/bold]
 
-    0 converged; 3 usable but not converged (a limit, stalled, Ctrl-C); 2 bad input or refused;
-    1 a bug.
+    0 converged; 3 usable but not converged (a limit, stalled, stopped early, Ctrl-C); 2 bad input
+    or refused; 1 a bug.
     """
-    created = prepare_folder(out, force)
+    widths, frozen = options.as_ranks(ranks), options.as_names(freeze)
+    hold_out = hold_out_of(validation, validation_share, patience)
+    start_from = LayerOptions(
+        layer, layer_prefix, layer_heads, kv_heads, rope_base, rope_pairing, logit_scale
+    )
+    start_from.require_sense()
+    require_proximity(proximity, isotropic, layer, [ridge, ridge_x, ridge_y])
+    if method == "newton" and (frozen or widths):
+        raise ValueError(
+            "--method newton is for X and Y without --freeze and --ranks; use newton-cg."
+        )
+    resume = Resume(checkpoint, out)
+    created = prepare_folder(out, force, resume.beside)
     try:
         names = ArrayNames(
             queries, targets, keys, values, offsets, key_offsets, lengths, key_lengths
@@ -84,20 +124,41 @@ def fit(
             ridge_x=ridge if ridge_x is None else ridge_x,
             ridge_y=ridge if ridge_y is None else ridge_y,
             dtype=dtype,
+            hold_out=hold_out,
         )
+        held_out = load_held_out(validation, problem, provenance)
+        with nullcontext() if as_json or layer is None else busy("Reading the layer"):
+            start = load_start(start_from, source, problem, heads, widths)
+        if start is not None and proximity is not None:
+            problem = problem.with_regularizer(start.around(proximity, isotropic))
         if not as_json:
-            say(describe(problem, provenance, heads))
+            say(describe(problem, provenance, start, heads or 1, widths))
+            for part in (start, held_out):
+                if part is not None:
+                    say(part.sentence())
+        reduced = start is not None and start.factored  # to those heads and ranks already
+        chosen = Options(
+            heads=None if reduced else heads,
+            ranks=None if reduced or widths is None else (widths[0], widths[-1]),
+            freeze=frozen,
+            curvature=curvature,
+            cache_bytes=cache_bytes,
+            patience=Options().patience if patience is None else patience,
+        )
         with _display(as_json) as display:
             solution = solve(
                 problem,
+                start=None if start is None else start.layer,
                 method=method,
                 tol=tol,
                 max_iter=max_iter,
                 max_seconds=max_seconds,
                 n_init=n_init,
                 seed=seed,
-                callback=display,
-                options=Options(heads=heads),
+                callback=resume.announcing(display, silent=as_json),
+                validation=None if held_out is None else held_out.problem,
+                checkpoint=checkpoint,
+                options=chosen,
             )
         document = write_result(
             out,
@@ -105,10 +166,19 @@ def fit(
             solution,
             provenance,
             force=force,
+            beside=resume.beside,
             seed=seed,
             n_init=n_init,
             max_iter=max_iter,
             max_seconds=max_seconds,
+            layer=None if start is None else start.record,
+            ranks=widths,
+            freeze=frozen,
+            curvature=curvature,
+            validation=None if held_out is None else held_out.record,
+            patience=chosen.patience,
+            checkpoint=resume.place,
+            continued_at=resume.iteration,
         )
     except BaseException:
         if created:
@@ -124,6 +194,8 @@ def fit(
         say()
         say(meaning(problem, solution))
         say(f"Weights  {out / 'weights.safetensors'}")
+        if checkpoint is not None and solution.status in CONTINUABLE:
+            say(f"To go on   the same command with --force, from {checkpoint}")
     if not no_report:
         try:
             with nullcontext() if as_json else busy("Making the report"):
@@ -135,37 +207,6 @@ def fit(
             say(f"Report   {path}")
     if not solution.success:
         raise typer.Exit(NOT_CONVERGED)
-
-
-def describe(problem: AttentionProblem, provenance: Provenance, heads: int) -> str:
-    """One line on what will be fitted, so that a wrong array is noticed at once."""
-    d1, d2, d3, p = problem.widths
-    arrays = provenance.arrays
-    if arrays.keys is None:
-        roles = [f"self-attention on {arrays.queries!r}"]
-    elif arrays.values is None:
-        roles = [f"queries {arrays.queries!r}", f"keys and values {arrays.keys!r}"]
-    else:
-        roles = [f"queries {arrays.queries!r}", f"keys {arrays.keys!r}"]
-    if arrays.values is not None:
-        roles.append(f"values {arrays.values!r}")
-    layout = problem.layout
-    return (
-        f"Fitting {provenance.source}: {', '.join(roles)}, targets {arrays.targets!r}; "
-        f"{len(layout.queries)} sequence(s), {sum(layout.queries)} queries, "
-        f"{heads * (d1 * d2 + d3 * p)} unknowns, {provenance.dtype}."
-    )
-
-
-def meaning(problem: AttentionProblem, solution: Solution) -> str:
-    """What the numbers say, in a sentence."""
-    if float(problem.target_energy()) == 0:
-        return "The targets are all zero, so that the relative loss is the data loss itself."
-    ridge = "; the loss includes the penalty, this share does not" if solution.penalty else ""
-    return (
-        f"The fitted layer's outputs miss {100 * solution.relative_loss:.4g} % of the targets' sum "
-        f"of squares (outputs of zero would miss 100 %){ridge}."
-    )
 
 
 def _display(as_json: bool) -> Silent:

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import io
+import re
 import signal
 import sys
 import threading
@@ -29,6 +30,19 @@ from newtention.cli.terminal import ReportFailedError, complain, say
 BAD_INPUT = 2
 BUG = 1
 INTERRUPTED = 130
+
+_OPTIONS = (
+    (r'method="([a-z-]+)"', r"--method \1"),
+    (r"Rotary\(base=\)", "--rope-base"),
+    (r"Options\(cache_bytes=(\d+)\)", r"--cache-bytes \1"),
+    (r"Options\((freeze|heads|ranks|patience)=\)", r"--\1"),
+    (r"^((?:[^:]+: )?)(heads|ranks|tol|scale) must", r"\1--\2 must"),
+    (r"\bkv_heads=(\d+)", r"--kv-heads \1"),
+    (r"\bheads=\.", "--layer-heads."),
+    (r"\bprefix='", "--layer-prefix '"),
+    (r"\bn_init up to", "--n-init up to"),
+)
+"""How messages of the library name what here are options."""
 
 # typer has carried its own copy of click since 0.26; this is the base class in either case.
 _UsageError = typer.BadParameter.__bases__[0]
@@ -126,7 +140,10 @@ def _sentence(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         where = f" ({error.filename})" if error.filename else ""
         return f"{error.strerror}{where}."
-    return str(error) or type(error).__name__
+    text = str(error) or type(error).__name__
+    for pattern, option in _OPTIONS:
+        text = re.sub(pattern, option, text)
+    return text
 
 
 def _bug(error: BaseException) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -10,11 +11,11 @@ import typer
 
 import newtention.functions as functions
 from newtention.cli import options
+from newtention.cli.held_out import unequal_width
 from newtention.cli.terminal import say
 from newtention.derivatives.gradient import data_loss
 from newtention.inputs import shape_text
 from newtention.io import (
-    ABSENT,
     ArrayNames,
     Provenance,
     SavedResult,
@@ -62,8 +63,9 @@ def predict(
     """Compute the outputs of a fitted layer, for the data of the fit or for others.
 
     Mask, scale and precision are those of the fit, and so are the arrays' names unless others are
-    given.  Where there are targets, the relative loss is printed too: on data that the fit has not
-    seen, it tells how well the layer generalises.
+    given; of the data of the fit, sequences held out by --validation-share are part.  Where there
+    are targets, the relative loss is printed too: on data that the fit has not seen, it tells how
+    well the layer generalises.
 
     [bold]Examples[/bold]
 
@@ -74,15 +76,22 @@ def predict(
     saved = read_result(folder)
     names = ArrayNames(queries, targets, keys, values, offsets, key_offsets, lengths, key_lengths)
     problem, provenance = _data(saved, source, names)
-    _require_widths(problem, provenance, saved)
+    widths = tuple(saved.document["widths"][symbol] for symbol in ("d1", "d2", "d3", "p"))
+    different = unequal_width(problem, widths)
+    if different is not None:
+        role, found, fitted = different
+        raise ValueError(
+            f"The layer in {saved.folder} was fitted to {role} of width {fitted}; those of "
+            f"{provenance.source} have width {found}."
+        )
     path = out or folder / "predictions.safetensors"
     if path.exists() and path.resolve() == Path(provenance.source).resolve():
         raise ValueError(f"{path} holds the data; choose another file for the predictions.")
-    X, Y = saved.solution.X, saved.solution.Y
-    outputs = torch.as_tensor(functions.predict(problem, X, Y))
+    layer = saved.solution.layer
+    outputs = torch.as_tensor(functions.predict(problem, layer))
     write_array(path, "predictions", outputs, force=force or out is None)
     if provenance.arrays.targets is not None:
-        w = as_weights(problem, X, Y)
+        w = as_weights(problem, layer)
         energy = float(problem.target_energy())
         relative = float(data_loss(problem, w.layer, w.theta)) / (energy or 1.0)
         say(f"Relative loss  {relative:.6g}")
@@ -97,7 +106,10 @@ def _data(
         recorded_file(recorded)
         asked = recorded.arrays.exact().updated(names)
     else:
-        asked = _names_elsewhere(recorded.arrays, set(open_arrays(source).arrays)).updated(names)
+        asked = recorded.arrays.elsewhere()
+        if asked.targets not in open_arrays(source).arrays:
+            asked = replace(asked, targets=None)  # they are not needed
+        asked = asked.updated(names)
     return load_problem(
         recorded.source if source is None else source,
         asked,
@@ -106,32 +118,3 @@ def _data(
         dtype=recorded.dtype,
         targets_width=saved.document["widths"]["p"],
     )
-
-
-def _names_elsewhere(recorded: ArrayNames, present: set[str]) -> ArrayNames:
-    """What to look for in another file than the fit's.
-
-    Self-attention stays self-attention.  The file may be divided into sequences where the fit's was
-    not, and need not hold targets.
-    """
-    return ArrayNames(
-        queries=recorded.queries,
-        targets=recorded.targets if recorded.targets in present else None,
-        keys=recorded.keys or ABSENT,
-        values=recorded.values or ABSENT,
-        offsets=recorded.offsets,
-        key_offsets=recorded.key_offsets,
-        lengths=recorded.lengths,
-        key_lengths=recorded.key_lengths,
-    )
-
-
-def _require_widths(problem: AttentionProblem, provenance: Provenance, saved: SavedResult) -> None:
-    fitted = saved.document["widths"]
-    roles = ("queries", "keys", "values", "targets")
-    for role, symbol, found in zip(roles, ("d1", "d2", "d3", "p"), problem.widths, strict=True):
-        if found != fitted[symbol]:
-            raise ValueError(
-                f"The layer in {saved.folder} was fitted to {role} of width {fitted[symbol]}; "
-                f"those of {provenance.source} have width {found}."
-            )

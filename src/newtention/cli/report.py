@@ -75,20 +75,63 @@ def make_report(
 def provenance_rows(document: dict[str, Any]) -> dict[str, str]:
     """Where a fit came from, as label and text."""
     origin = document["provenance"]
-    arrays = ", ".join(f"{role} {name}" for role, name in origin["arrays"].items() if name)
-    regularizer = document["regularizer"]
-    return {
+    rows = {
         "source": origin["source"],
         "sha256": origin["sha256"],
-        "arrays": arrays,
+        "arrays": _arrays(origin["arrays"]),
         "mask": origin["mask"],
         "scale": f"{origin['scale']:g}",
-        "regulariser": "none"
-        if regularizer is None
-        else f"ridge {regularizer['x']:g} on X, {regularizer['y']:g} on Y",
+        "regulariser": _regulariser(document["regularizer"]),
+        **_layer(document.get("layer")),
         "heads": str(document["heads"]),
+    }
+    if document.get("ranks"):
+        rows["ranks"] = ", ".join(map(str, document["ranks"]))
+    if document.get("freeze"):
+        rows["frozen blocks"] = ", ".join(document["freeze"])
+    held_out = document.get("validation")
+    if held_out is not None:
+        every = held_out["every"]
+        rows["held out"] = (
+            f"one sequence in {every} of the source"
+            if every
+            else f"{held_out['source']}, sha256 {held_out['sha256']}"
+        ) + f", {held_out['sequences']} sequence(s), {held_out['queries']} queries"
+    if document["method"] == "newton-cg":
+        rows["curvature"] = document.get("curvature", "gauss-newton")
+    if document.get("continued_at") is not None:
+        rows["continued"] = f"at iteration {document['continued_at']} of {document['checkpoint']}"
+    versions = ", ".join(f"{name} {v}" for name, v in document["versions"].items())
+    return rows | {
         "starts": str(document["n_init"]),
         "seed": str(document["seed"]),
         "arithmetic": f"{origin['dtype']} on {document['device']}, {document['threads']} thread(s)",
-        "versions": ", ".join(f"{name} {v}" for name, v in document["versions"].items()),
+        "versions": versions,
     }
+
+
+def _arrays(names: dict[str, str | None]) -> str:
+    return ", ".join(f"{role} {name}" for role, name in names.items() if name)
+
+
+def _regulariser(about: dict[str, Any] | None) -> str:
+    if about is None:
+        return "none"
+    if about["name"] == "proximity":
+        how = ", isotropic" if about["isotropic"] else ""
+        return f"proximity {about['strength']:g} around the reduced layer{how}"
+    return f"ridge {about['x']:g} on X, {about['y']:g} on Y"
+
+
+def _layer(record: dict[str, Any] | None) -> dict[str, str]:
+    """The layer that the fit began from."""
+    if record is None:
+        return {}
+    text = record["source"]
+    if record["prefix"]:
+        text += f", names beginning with {record['prefix']}"
+    if record["rope_base"] is not None:
+        text += f", rotary base {record['rope_base']:g}, {record['rope_pairing']}"
+    if record["logit_scale"] is not None:
+        text += f", logits times {record['logit_scale']:g}"
+    return {"layer to begin from": text, "its sha256": record["sha256"]}

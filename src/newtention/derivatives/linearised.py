@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from newtention.chunks import sum_by_owner
-from newtention.layers import Evaluation, Parametrisation, evaluate
+from newtention.chunks import Chunk, sum_by_owner
+from newtention.layers import Bilinear, Evaluation, Parametrisation, evaluate
 from newtention.problem import AttentionProblem
 
 
@@ -44,6 +44,20 @@ class Linearised:
             return fresh
         return cls(problem, layer, theta, tuple(fresh.evaluations()))
 
+    def with_output(self, theta: Float[Tensor, "b N"]) -> Linearised:
+        """The same at weights that differ in the output map alone; kept evaluations are reused."""
+        layer = self.layer
+
+        def moved(at: Evaluation) -> Evaluation:
+            heads, O = at.heads, at.O
+            if isinstance(layer, Bilinear):  # its output map makes the values
+                heads = heads._replace(v=layer.qkv(at.tile, theta).v)
+                O = at.P @ heads.v
+            return at.with_output(heads, O, layer.mix(at.tile, theta, O) - at.tile.B)
+
+        kept = None if self.kept is None else tuple(map(moved, self.kept))
+        return Linearised(self.problem, layer, theta, kept)
+
     def evaluations(self) -> Iterator[Evaluation]:
         """The evaluation of every tile, in order."""
         if self.kept is not None:
@@ -56,8 +70,15 @@ class Linearised:
 
     def reduce(self, fn: Callable[[Evaluation], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """Sum fn over all tiles by owner; see `newtention.chunks.reduce`."""
-        parts = ((at.tile, fn(at)) for at in self.evaluations())
-        return sum_by_owner(parts, self.problem.batch)
+
+        def parts() -> Iterator[tuple[Chunk, tuple[Tensor, ...]]]:
+            for at in self.evaluations():
+                tile, values = at.tile, fn(at)
+                del at  # before the next tile is evaluated
+                yield tile, values
+                del values
+
+        return sum_by_owner(parts(), self.problem.batch)
 
 
 def evaluation_bytes(problem: AttentionProblem, layer: Parametrisation) -> int:

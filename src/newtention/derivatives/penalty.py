@@ -6,9 +6,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from newtention.derivatives.proximity import proximity
 from newtention.layers import Bilinear, Factored, Parametrisation
 from newtention.problem import AttentionProblem
-from newtention.regularizers import FlatQuadratic, Ridge
+from newtention.regularizers import FlatQuadratic, Proximity, Ridge
 
 
 def penalty(problem: AttentionProblem, layer: Parametrisation) -> FlatQuadratic:
@@ -20,31 +21,44 @@ def penalty(problem: AttentionProblem, layer: Parametrisation) -> FlatQuadratic:
     Raises:
         ValueError: a regulariser that the parametrisation does not have.
     """
+    regularizer = problem.regularizer
+    around = isinstance(regularizer, Proximity) and regularizer.around_layer
     if isinstance(layer, Bilinear):
-        quadratic = problem.quadratic
-        centre = None
-        if quadratic.centre_x is not None and quadratic.centre_y is not None:
-            centre = layer.pack(quadratic.centre_x, quadratic.centre_y)
-        return FlatQuadratic(
-            lambda direction: layer.pack(*quadratic.apply(*layer.unpack(direction))), centre
-        )
+        if around:
+            raise ValueError("Proximity around a factored layer goes with factored layers only.")
+        return _bilinear(problem, layer)
     assert isinstance(layer, Factored)
-    strength = _factored_ridge(problem, layer)
-    return FlatQuadratic(lambda direction: strength * direction)
+    if isinstance(regularizer, Proximity) and regularizer.around_layer:
+        return proximity(problem, layer, regularizer)
+    if not isinstance(regularizer, Ridge | None):
+        raise ValueError(
+            "A factored layer takes Ridge, Proximity around a layer or no regularizer; found "
+            f"{type(regularizer).__name__}."
+        )
+    strength = _ridge_strengths(layer, regularizer or Ridge(), problem.like)
+    rows = strength[:, layer.output_start :].view(1, -1, layer.p)[..., 0]
+    return FlatQuadratic(lambda direction: strength * direction, torch.diag_embed(rows))
 
 
-def _factored_ridge(problem: AttentionProblem, layer: Factored) -> Float[Tensor, "b N"]:
+def _bilinear(problem: AttentionProblem, layer: Bilinear) -> FlatQuadratic:
+    quadratic = problem.quadratic
+    centre = None
+    if quadratic.centre_x is not None and quadratic.centre_y is not None:
+        centre = layer.pack(quadratic.centre_x, quadratic.centre_y)
+    gram = quadratic.gram
+    b, d3, _ = gram.shape
+    blocks = gram.new_zeros(b, layer.heads, d3, layer.heads, d3)
+    for i in range(layer.heads):
+        blocks[:, i, :, i] = gram
+    return FlatQuadratic(
+        lambda direction: layer.pack(*quadratic.apply(*layer.unpack(direction))),
+        blocks.view(b, layer.heads * d3, layer.heads * d3),
+        centre,
+    )
+
+
+def _ridge_strengths(layer: Factored, ridge: Ridge, like: Tensor) -> Float[Tensor, "1 N"]:
     """Strength of the ridge on every entry of the flat vector."""
-    rows = []
-    for part in problem.parts or (problem,):
-        ridge = part.regularizer or Ridge()
-        if not isinstance(ridge, Ridge):
-            raise ValueError(
-                f"A factored layer takes Ridge or no regularizer; found {type(ridge).__name__}."
-            )
-        on = {"W_Q": ridge.x, "W_K": ridge.x, "W_V": ridge.y, "W_O": ridge.y}
-        row = problem.like.new_zeros(layer.size)
-        for block in layer.blocks:
-            row[block.start : block.stop] = on.get(block.name, 0.0)
-        rows.append(row)
-    return torch.stack(rows)
+    on = {"W_Q": ridge.x, "W_K": ridge.x, "W_V": ridge.y, "W_O": ridge.y}
+    parts = [like.new_full((b.stop - b.start,), on.get(b.name, 0.0)) for b in layer.blocks]
+    return torch.cat(parts)[None]

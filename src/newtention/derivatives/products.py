@@ -77,8 +77,9 @@ def _tangent(
     heads_t = layer.qkv_tangent(at.tile, direction)
     S_t = heads_t.q @ k.mT
     if heads_t.k is not None:
-        S_t = S_t + q @ heads_t.k.mT
+        S_t += q @ heads_t.k.mT
     P_t = weights_tangent(at.P, S_t)
+    del S_t
     O_t = P_t @ v + at.P @ heads_t.v
     F_t = layer.mix_tangent(at.tile, theta, direction, at.O, O_t)
     return heads_t, P_t, O_t, F_t * at.tile.weight[..., None]

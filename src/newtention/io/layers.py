@@ -21,8 +21,8 @@ import safetensors.torch
 import torch
 from safetensors import safe_open
 
+from newtention.files import write_atomically
 from newtention.io.arrays import ArrayFile, open_arrays
-from newtention.io.results import write_atomically
 from newtention.layers import AttentionLayer, BilinearAttention, FactoredAttention, Rotary
 from newtention.layers.named_arrays import USUAL_NAMES, choose_arrays
 
@@ -44,12 +44,7 @@ def save_layer(path: str | Path, layer: AttentionLayer) -> None:
         ValueError: another extension.
         OSError: the file cannot be written.
     """
-    kind = next((kind for kind, cls in KINDS.items() if type(layer) is cls), None)
-    if kind is None:
-        raise TypeError(
-            "save_layer takes a FactoredAttention or a BilinearAttention; found "
-            f"{type(layer).__name__}."
-        )
+    data = layer_bytes(layer)
     target = Path(path).expanduser()
     if target.suffix.lower() != ".safetensors":
         raise ValueError(f"{target} must end in .safetensors; a layer's settings need its header.")
@@ -57,6 +52,21 @@ def save_layer(path: str | Path, layer: AttentionLayer) -> None:
         raise IsADirectoryError(f"{target} is a directory; expected a file name.")
     if not target.parent.is_dir():
         raise FileNotFoundError(f"There is no folder {target.parent} to write {target.name} to.")
+    write_atomically({target: data})
+
+
+def layer_bytes(layer: AttentionLayer) -> bytes:
+    """The content of a file of `save_layer`.
+
+    Raises:
+        TypeError: not a layer.
+    """
+    kind = next((kind for kind, cls in KINDS.items() if type(layer) is cls), None)
+    if kind is None:
+        raise TypeError(
+            "save_layer takes a FactoredAttention or a BilinearAttention; found "
+            f"{type(layer).__name__}."
+        )
     settings: dict[str, Any] = {"format_version": FORMAT_VERSION, "kind": kind}
     if isinstance(layer, FactoredAttention):
         rotary = None if layer.rotary is None else asdict(layer.rotary)
@@ -66,7 +76,7 @@ def save_layer(path: str | Path, layer: AttentionLayer) -> None:
         name: torch.as_tensor(getattr(layer, name)).detach().cpu().contiguous() for name in blocks
     }
     metadata = {"format": "pt", KEY: json.dumps(settings, allow_nan=False)}
-    write_atomically({target: safetensors.torch.save(tensors, metadata=metadata)})
+    return safetensors.torch.save(tensors, metadata=metadata)
 
 
 def load_layer(

@@ -47,6 +47,14 @@ class ArrayNames:
         """These names, with those that `other` gives in their place."""
         return replace(self, **{r: n for r, n in asdict(other).items() if n is not None})
 
+    def elsewhere(self) -> ArrayNames:
+        """What to look for in another file than the one these names were used for.
+
+        Self-attention stays self-attention.  The file may be divided into sequences where the first
+        was not.
+        """
+        return replace(self, keys=self.keys or ABSENT, values=self.values or ABSENT)
+
 
 def choose_names(file: ArrayFile, asked: ArrayNames, without_targets: bool) -> ArrayNames:
     """The array of every role; None where there is none.

@@ -1,12 +1,13 @@
 """The folder of a fit: weights, start, and what is known about the run.
 
-    weights.safetensors   X, Y
-    start.safetensors     X, Y that the run began from
+    weights.safetensors   the layer, as `newtention.save_layer` writes it (X and Y, or W_Q, ...)
+    start.safetensors     the layer that the run began from
+    reference.safetensors the layer that a Proximity penalty is centred at, where there is one
     result.json           everything else; written last, so that its presence means a complete fit
     report.html           derived from the others
 
 Files are written beside their final names and moved into place.  result.json holds the hashes of
-the weights and the start, so that a mixture of two fits cannot pass for one.
+the layers, so that a mixture of two fits cannot pass for one.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ import json
 import math
 import os
 import platform
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from hashlib import sha256
 from pathlib import Path
@@ -27,10 +27,13 @@ import numpy as np
 import safetensors.torch
 import torch
 
+from newtention.files import TEMPORARY, write_atomically
 from newtention.io.arrays import SUFFIXES, open_arrays
+from newtention.io.layers import layer_bytes, load_layer
 from newtention.io.sources import Provenance, reload_problem
-from newtention.notation import Array
+from newtention.layers import AttentionLayer, BilinearAttention, FactoredAttention
 from newtention.problem import AttentionProblem
+from newtention.regularizers import Proximity
 from newtention.solution import History, Record, Solution, Status
 
 FORMAT = "newtention-result"
@@ -38,9 +41,9 @@ FORMAT_VERSION = 1
 RESULT = "result.json"
 WEIGHTS = "weights.safetensors"
 START = "start.safetensors"
+REFERENCE = "reference.safetensors"
 DERIVED = ("report.html", "predictions.safetensors")
 """What other commands make from a result; out of date once it is replaced."""
-_TEMPORARY = ".newtention-"
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,12 +60,13 @@ class SavedResult:
     document: dict[str, Any]
 
 
-def prepare_folder(folder: str | Path, force: bool = False) -> bool:
+def prepare_folder(folder: str | Path, force: bool = False, beside: Collection[str] = ()) -> bool:
     """Make sure, before a long run, that its result can be written.
 
     Args:
         folder: created if missing, with its parents.
         force: replace the result that the folder holds.
+        beside: names of files that may lie in the folder, such as a checkpoint.
 
     Returns:
         Whether the folder was created.
@@ -76,10 +80,10 @@ def prepare_folder(folder: str | Path, force: bool = False) -> bool:
         raise FileExistsError(f"{path} is a file; expected a folder for the result.")
     created = not path.exists()
     if not created:
-        _require_replaceable(path, force)
+        _require_replaceable(path, force, beside)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        probe = path / f"{_TEMPORARY}{os.getpid()}.tmp"
+        probe = path / f"{TEMPORARY}{os.getpid()}.tmp"
         probe.write_bytes(b"")
         probe.unlink()
     except OSError as error:
@@ -89,8 +93,9 @@ def prepare_folder(folder: str | Path, force: bool = False) -> bool:
     return created
 
 
-def _require_replaceable(path: Path, force: bool) -> None:
-    present = [p.name for p in path.iterdir() if not p.name.startswith(_TEMPORARY)]
+def _require_replaceable(path: Path, force: bool, beside: Collection[str]) -> None:
+    names = {p.name for p in path.iterdir()} - set(beside)
+    present = [name for name in names if not name.startswith(TEMPORARY)]
     if not present:
         return
     if not _is_result(path):
@@ -116,16 +121,18 @@ def write_result(
     provenance: Provenance,
     *,
     force: bool = False,
+    beside: Collection[str] = (),
     **settings: object,
 ) -> dict[str, Any]:
-    """Write weights, start and result.json; what was derived from an earlier fit is removed.
+    """Write the layers and result.json; what was derived from an earlier fit is removed.
 
     Args:
         folder: see `prepare_folder`.
-        problem: what was fitted, as `load_problem` built it.
+        problem: what was fitted, as `load_problem` built it, or with a `Proximity` instead.
         solution: of that problem.
         provenance: of that problem.
         force: replace the result that the folder holds.
+        beside: see `prepare_folder`.
         settings: further settings of the run to record, such as seed and n_init.
 
     Returns:
@@ -136,42 +143,21 @@ def write_result(
         OSError: the folder cannot be written to.
     """
     path = Path(folder)
-    prepare_folder(path, force)
+    prepare_folder(path, force, beside)
     contents = {
-        WEIGHTS: _weights_bytes(solution.X, solution.Y),
-        START: _weights_bytes(solution.start_X, solution.start_Y),
+        WEIGHTS: layer_bytes(solution.layer),
+        START: layer_bytes(solution.start),
     }
+    if isinstance(problem.regularizer, Proximity):
+        contents[REFERENCE] = layer_bytes(_reference(problem.regularizer))
     document = _document(problem, solution, provenance, settings)
     document["files"] = {name: sha256(data).hexdigest() for name, data in contents.items()}
     text = json.dumps(document, indent=1, allow_nan=False) + "\n"
     contents[RESULT] = text.encode()
-    for name in DERIVED:
+    for name in {*DERIVED, REFERENCE} - contents.keys():
         (path / name).unlink(missing_ok=True)
     write_atomically({path / name: data for name, data in contents.items()})
     return document
-
-
-def write_atomically(contents: Mapping[Path, bytes]) -> None:
-    """Write all files under temporary names, then move each into place, in the order given.
-
-    Raises:
-        OSError: a file cannot be written; no file has been touched unless a move failed.
-    """
-    staged: dict[Path, Path] = {}
-    try:
-        for target, data in contents.items():
-            temporary = target.parent / f"{_TEMPORARY}{os.getpid()}-{target.name}"
-            staged[temporary] = target
-            with temporary.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-        for temporary, target in staged.items():
-            os.replace(temporary, target)
-    finally:
-        for temporary in staged:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
 
 
 def write_array(path: str | Path, name: str, array: torch.Tensor, *, force: bool = False) -> None:
@@ -227,17 +213,14 @@ def read_result(folder: str | Path) -> SavedResult:
             f"Newtention reads {FORMAT_VERSION}."
         )
     try:
-        X, Y = _read_weights(path / WEIGHTS, document["files"])
-        start_X, start_Y = _read_weights(path / START, document["files"])
         solution = Solution(
-            X=X,
-            Y=Y,
-            start_X=start_X,
-            start_Y=start_Y,
+            layer=_read_layer(path / WEIGHTS, document["files"]),
+            start=_read_layer(path / START, document["files"]),
             status={status.value: status for status in Status}[document["status"]],
             history=History(Record(**_with_nan(row)) for row in document["history"]),
-            start_losses=tuple(document["start_losses"]),
-            **{name: document[name] for name in _PLAIN},
+            start_losses=tuple(map(_number, document["start_losses"])),
+            validation_loss=document.get("validation_loss"),
+            **{name: _number(document[name]) for name in _PLAIN},
         )
         provenance = Provenance.from_dict(document["provenance"])
     except (KeyError, TypeError, AttributeError) as error:
@@ -263,6 +246,12 @@ def load_result(
     """
     saved = read_result(folder)
     problem, _ = reload_problem(saved.provenance, source)
+    about = saved.document["regularizer"]
+    if about is not None and about["name"] == "proximity":
+        layer = _read_layer(saved.folder / REFERENCE, saved.document["files"])
+        reference = (layer.X, layer.Y) if isinstance(layer, BilinearAttention) else layer
+        around = Proximity(reference, about["strength"], about["isotropic"])
+        problem = problem.with_regularizer(around)
     return problem, saved.solution, saved.document
 
 
@@ -295,9 +284,9 @@ def _document(
         "status": solution.status.value,
         "success": solution.success,
         "message": solution.message,
-        **{name: getattr(solution, name) for name in _PLAIN},
-        **settings,
-        "heads": solution.X.shape[0] if solution.X.ndim == 3 else 1,
+        **_with_null({name: getattr(solution, name) for name in (*_PLAIN, "validation_loss")}),
+        **_with_null(settings),
+        "heads": solution.layer.heads,
         "widths": dict(zip(("d1", "d2", "d3", "p"), problem.widths, strict=True)),
         "sequences": len(layout.queries),
         "queries": sum(layout.queries),
@@ -312,33 +301,35 @@ def _document(
         },
         "threads": torch.get_num_threads(),
         "device": str(problem.like.device),
-        "start_losses": list(solution.start_losses),
+        "start_losses": list(_with_null(dict(enumerate(solution.start_losses))).values()),
         "history": [_with_null(row) for row in solution.history.to_dicts()],
     }
 
 
-def _weights_bytes(X: Array, Y: Array) -> bytes:
-    tensors = {
-        name: torch.as_tensor(t).detach().cpu().contiguous() for name, t in (("X", X), ("Y", Y))
-    }
-    return safetensors.torch.save(tensors, metadata={"format": "pt"})
-
-
-def _read_weights(path: Path, hashes: Mapping[str, str]) -> tuple[torch.Tensor, torch.Tensor]:
-    file = open_arrays(path)
-    if file.sha256() != hashes[path.name]:
+def _read_layer(path: Path, hashes: Mapping[str, str]) -> FactoredAttention | BilinearAttention:
+    if open_arrays(path).sha256() != hashes[path.name]:
         raise ValueError(f"{path} does not belong to the {RESULT} beside it; fit again.")
-    return file.read("X"), file.read("Y")
+    return load_layer(path)
 
 
-def _with_null(row: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN."""
+def _with_null(row: Mapping[Any, Any]) -> dict[Any, Any]:
+    """JSON has neither NaN nor infinity; only a radius is infinite."""
     return {
         name: None if isinstance(v, float) and not math.isfinite(v) else v
         for name, v in row.items()
     }
 
 
+def _number(value: Any) -> Any:
+    return math.nan if value is None else value
+
+
+def _reference(around: Proximity) -> AttentionLayer:
+    pair = around.reference
+    return pair if around.around_layer else BilinearAttention(*pair)
+
+
 def _with_nan(row: Mapping[str, Any]) -> dict[str, Any]:
-    names = {field.name for field in fields(Record)} - {"ratio"}
-    return {name: math.nan if v is None and name in names else v for name, v in row.items()}
+    names = {field.name for field in fields(Record)} - {"ratio", "validation"}
+    values = dict.fromkeys(names, math.nan) | {"radius": math.inf}
+    return {name: values.get(name) if v is None else v for name, v in row.items()}

@@ -27,8 +27,9 @@ class Provenance:
     sha256: of the file.
     arrays: names as they were used; None where a role had no array.
     mask: "none" or "causal".
-    ridge_x, ridge_y: strengths of `Ridge`; both 0 for no regulariser.
+    ridge_x, ridge_y: strengths of `Ridge`; both 0 for none.
     dtype: "float64" or "float32", what the data were converted to.
+    hold_out: every so many-th sequence is left out, for validation; 0 for none.
     """
 
     source: str
@@ -39,6 +40,7 @@ class Provenance:
     ridge_x: float = 0.0
     ridge_y: float = 0.0
     dtype: str = "float64"
+    hold_out: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -65,6 +67,8 @@ def load_problem(
     ridge_x: float = 0.0,
     ridge_y: float = 0.0,
     dtype: str = "float64",
+    hold_out: int = 0,
+    held_out: bool = False,
     targets_width: int | None = None,
 ) -> tuple[AttentionProblem, Provenance]:
     """Build a problem from a .safetensors or .npz file or a packaged example.
@@ -84,13 +88,15 @@ def load_problem(
         ridge_x: strength of a `Ridge` on X.
         ridge_y: the same on Y.
         dtype: "float64" or "float32"; the data are converted.
+        hold_out: k > 1 leaves out the k-th, 2 k-th, ... sequence; 0 takes all.
+        held_out: take those that `hold_out` leaves out, and only those.
         targets_width: for predictions, the targets may be missing; they are then zero with this
             width.
 
     Raises:
         OSError: the file is missing, a directory or not readable.
         ValueError: not a file of its kind, a missing array, shapes that do not fit, NaN or
-            infinity, a setting out of range.
+            infinity, a setting out of range, fewer sequences than `hold_out`.
         TypeError: an array of the wrong kind (Python objects, text, booleans, complex numbers).
     """
     if mask not in ("none", "causal"):
@@ -104,7 +110,9 @@ def load_problem(
     names = choose_names(file, arrays or ArrayNames(), targets_width is not None)
     data = SourceData(file, names, DTYPES[dtype])
     data.require_shapes()
-    tensors = dict(data.tensors)
+    tensors, rows = dict(data.tensors), data.rows
+    if hold_out:
+        tensors, rows = _sequences(file.label, tensors, rows, hold_out, held_out)
     if "targets" not in tensors:
         a1 = tensors["queries"]
         tensors["targets"] = a1.new_zeros(*a1.shape[:-1], targets_width or 1)
@@ -114,11 +122,11 @@ def load_problem(
         "regularizer": ridge if ridge.x or ridge.y else None,
     }
     try:
-        problem = _build(tensors, data.rows, keywords)
+        problem = _build(tensors, rows, keywords)
     except (ValueError, TypeError) as error:
         raise type(error)(f"{file.label}: {error}") from error
     provenance = Provenance(
-        file.reference, file.sha256(), names, mask, float(scale), ridge.x, ridge.y, dtype
+        file.reference, file.sha256(), names, mask, float(scale), ridge.x, ridge.y, dtype, hold_out
     )
     return problem, provenance
 
@@ -154,6 +162,8 @@ def reload_problem(
 ) -> tuple[AttentionProblem, Provenance]:
     """Rebuild a recorded problem; `source` is the file's new place, if it has moved.
 
+    A `Proximity` is not part of the record: its reference lies in the result folder.
+
     Raises:
         FileNotFoundError, OSError, ValueError: as for `recorded_file`.
         TypeError: as for `load_problem`.
@@ -167,7 +177,47 @@ def reload_problem(
         ridge_x=provenance.ridge_x,
         ridge_y=provenance.ridge_y,
         dtype=provenance.dtype,
+        hold_out=provenance.hold_out,
     )
+
+
+def _sequences(
+    label: str,
+    tensors: Mapping[str, Tensor],
+    rows: Mapping[str, Tensor],
+    every: int,
+    held_out: bool,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """All sequences but every so many-th, or only those; tensors that are one object stay one."""
+    t = dict(tensors)
+    if "key_offsets" in rows:
+        t.setdefault("keys", t["queries"])
+    padded = t["queries"].ndim == 3
+    counts = {len(r) - (not padded) for r in rows.values()} or {len(t["queries"]) if padded else 1}
+    if len(counts) > 1:  # the problem says what is wrong
+        return t, dict(rows)
+    if min(counts) < every:
+        raise ValueError(
+            f"{label} holds {min(counts)} sequence(s), too few to hold out one in {every}."
+        )
+    chosen = [i for i in range(min(counts)) if (i % every == every - 1) == held_out]
+
+    def cut(x: Tensor, bounds: list[int] | None) -> Tensor:
+        if bounds is None:
+            return x[chosen]
+        return torch.cat([x[bounds[i] : bounds[i + 1]] for i in chosen])
+
+    cuts: dict[tuple[int, str], Tensor] = {}
+    for role, x in t.items():
+        of_keys = role in ("keys", "values") and "key_offsets" in rows
+        side = "key_offsets" if of_keys else "offsets"
+        if (id(x), side) not in cuts:
+            cuts[id(x), side] = cut(x, None if padded else rows[side].tolist())
+        t[role] = cuts[id(x), side]
+    if padded:
+        return t, {role: r[chosen] for role, r in rows.items()}
+    sizes = {role: r.diff()[chosen] for role, r in rows.items()}
+    return t, {role: torch.cat([n.new_zeros(1), n.cumsum(0)]) for role, n in sizes.items()}
 
 
 def _build(

@@ -1,6 +1,6 @@
 """Parametrisations: how the unknowns become queries, keys, values and the output."""
 
-from newtention.layers.base import Block, Heads, Parametrisation
+from newtention.layers.base import Block, Heads, Parametrisation, Projection
 from newtention.layers.bilinear import Bilinear
 from newtention.layers.evaluation import Evaluation, evaluate, weights_of_heads
 from newtention.layers.factored import Factored
@@ -17,6 +17,7 @@ __all__ = [
     "FactoredAttention",
     "Heads",
     "Parametrisation",
+    "Projection",
     "Rotary",
     "evaluate",
     "weights_of_heads",

@@ -45,13 +45,14 @@ class Heads(NamedTuple):
 class Projection(NamedTuple):
     """One linear map of the layer, tokens W + b per head, and a gradient in its result.
 
-    weight, bias: names of its blocks; bias is None if it does not exist.  The gradient in W is
+    weight, bias: names of its blocks; bias is None if it does not exist.  tokens may have a head
+    axis.  The gradient in W is
     tokens^T gradient, the one in b the column sums of gradient.
     """
 
     weight: str
     bias: str | None
-    tokens: Float[Tensor, "o s n d"]
+    tokens: Float[Tensor, "o s *h n d"]
     gradient: Float[Tensor, "o s g n e"]
 
 
@@ -73,7 +74,7 @@ class Parametrisation(ABC):
 
     @abstractmethod
     def evaluation_elements(self, n: int, m: int) -> int:
-        """Numbers in q, k, v, P, O and C of one sequence of n queries and m keys."""
+        """Numbers in q, k, v, P, O, C and the features of one sequence of n queries and m keys."""
 
     @property
     @abstractmethod
@@ -82,6 +83,11 @@ class Parametrisation(ABC):
 
         Behind it theta is a matrix (k, p), row-major, and F = output_features @ matrix.
         """
+
+    @property
+    @abstractmethod
+    def output_rows(self) -> int:
+        """Rows k of the output map."""
 
     @abstractmethod
     def output_features(

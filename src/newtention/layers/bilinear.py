@@ -51,12 +51,17 @@ class Bilinear(Parametrisation):
     def evaluation_elements(self, n: int, m: int) -> int:
         """The keys are the tokens."""
         h = self.heads
-        return h * (n * (self.d2 + self.p + m) + m * self.p) + n * self.p
+        return h * (n * (self.d2 + self.p + self.d3 + m) + m * self.p) + n * self.p
 
     @property
     def output_start(self) -> int:
         """Y is the output map."""
         return self.size_x
+
+    @property
+    def output_rows(self) -> int:
+        """Y of all heads."""
+        return self.heads * self.d3
 
     def output_features(
         self, tile: Chunk, P: Float[Tensor, "o s h n m"], O: Float[Tensor, "o s h n f"]

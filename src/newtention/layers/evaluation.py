@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from jaxtyping import Float
@@ -31,7 +31,7 @@ class Evaluation:
     O: Float[Tensor, "o s h n f"]
     C: Float[Tensor, "o s n p"]
 
-    @cached_property
+    @property
     def qC(self) -> Float[Tensor, "o s n p"]:
         """The residual times the query weights: the loss gradient in the output."""
         return self.C * self.tile.weight[..., None]
@@ -45,6 +45,15 @@ class Evaluation:
     def attended(self) -> Float[Tensor, "o s h n d3"]:
         """w = P A3, the attended value tokens: in the bilinear form O is w Y."""
         return self.P @ self.tile.A3[:, :, None]
+
+    def with_output(
+        self, heads: Heads, O: Float[Tensor, "o s h n f"], C: Float[Tensor, "o s n p"]
+    ) -> Evaluation:
+        """The same under another output map, on which the features do not depend."""
+        other = replace(self, heads=heads, O=O, C=C)
+        if "features" in vars(self):
+            vars(other)["features"] = self.features
+        return other
 
 
 def evaluate(tile: Chunk, layer: Parametrisation, theta: Float[Tensor, "b N"]) -> Evaluation:

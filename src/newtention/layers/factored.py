@@ -120,14 +120,20 @@ class Factored(Parametrisation):
         )
 
     def evaluation_elements(self, n: int, m: int) -> int:
-        """Keys and values count for every query head."""
+        """Keys and values count for every query head; the features may be a view of O."""
         e, f = self.e, self.f
-        return self.heads * (n * (e + f + m) + m * (e + f)) + n * self.p
+        features = 0 if self.output_rows == f else n * self.output_rows
+        return self.heads * (n * (e + f + m) + m * (e + f)) + n * self.p + features
 
     @property
     def output_start(self) -> int:
         """W_O and b_O are the output map."""
         return next(block.start for block in self.blocks if block.name == "W_O")
+
+    @property
+    def output_rows(self) -> int:
+        """W_O of all heads, and b_O."""
+        return self.heads * self.f + self.out_bias
 
     def output_features(
         self, tile: Chunk, P: Float[Tensor, "o s h n m"], O: Float[Tensor, "o s h n f"]

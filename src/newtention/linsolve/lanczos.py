@@ -27,7 +27,7 @@ Product: TypeAlias = Callable[[Tensor], Tensor]
 """H times every row, (r, N) to (r, N)."""
 
 RESTARTS = 30
-GROUP_BYTES = 1 << 28
+GROUP_BYTES = 1 << 26
 """Memory for the bases of probes that run side by side, if more than one."""
 SUM_BLOCK = 4096
 """Terms summed in the vectors' own precision: longer sums in float32 lose orthogonality (1e-5 at
@@ -142,21 +142,30 @@ def _next_block(
     Directions in which W is no longer than the threshold are left out, and those that N dimensions
     have no room for: c <= min(r, N - s).
     """
-    Q, R = torch.linalg.qr(W.mT)
-    U, s, Vh = torch.linalg.svd(R.double().cpu())
+    Q, R = _orthonormal(W)
+    U, s, Vh = torch.linalg.svd(R)
     long = s > threshold
     long[V.shape[1] - len(V) :] = False
-    block = U[:, long].mT.to(W) @ Q.mT
     coupling = s[long, None] * Vh[long]
-    if len(block) == 0:
-        return block, coupling
-    # Normalising a short W magnified what was left of V in it.
-    Q, R = torch.linalg.qr(_orthogonalise(V, block)[0].mT)
-    block = Q.mT
-    # Q is orthogonal to the sums' rounding only; its Gram matrix is near the identity.
-    L = torch.linalg.cholesky(_inner(block, block))
-    inverse = torch.linalg.inv(L).to(W)
-    return inverse @ block, L.mT @ R.double().cpu() @ coupling
+    if not bool(long.any()):
+        return W[:0], coupling
+    # Normalising a short W magnifies what was left of V in it: take that out as well.
+    block, _ = _orthogonalise(V, U[:, long].mT.to(W) @ Q)
+    Q, R = _orthonormal(block)
+    return Q, R @ coupling
+
+
+def _orthonormal(W: Float[Tensor, "r N"]) -> tuple[Float[Tensor, "r N"], Float[Tensor, "r r"]]:
+    """Orthonormal rows Q and upper triangular R with W = R^T Q, by QR of blocks of columns and
+    then of their triangles (Demmel, Grigori, Hoemmen, Langou 2012), which keeps sums short.
+    """
+    r, n = W.shape
+    size = max(r, min(n, SUM_BLOCK))
+    padded = torch.nn.functional.pad(W, (0, -n % size))
+    local, triangles = torch.linalg.qr(padded.unflatten(1, (-1, size)).permute(1, 2, 0))
+    common, R = torch.linalg.qr(triangles.cpu().double().flatten(0, 1))
+    Q = local @ common.unflatten(0, (-1, r)).to(W)
+    return Q.permute(2, 0, 1).flatten(1)[:, :n], R
 
 
 def _orthogonalise(

@@ -20,11 +20,16 @@ class GramInverse:
         return self.root @ (self.root.mT @ right)
 
 
-def gram_inverse(gram: Float[Tensor, "b k k"]) -> GramInverse:
-    """Eigen-decompose positive semidefinite matrices, cutting off at k eps lambda_max."""
+def gram_inverse(gram: Float[Tensor, "b k k"], data_eps: float = 0.0) -> GramInverse:
+    """Eigen-decompose positive semidefinite matrices, cutting off at k eps lambda_max.
+
+    data_eps: rounding of the features behind the matrix, where it is coarser than the matrix's own;
+        it enters squared.
+    """
     values, vectors = torch.linalg.eigh(gram)
     k = gram.shape[-1]
-    cutoff = k * torch.finfo(gram.dtype).eps * values[:, -1:].clamp(min=0)
+    eps = max(torch.finfo(gram.dtype).eps, data_eps**2)
+    cutoff = k * eps * values[:, -1:].clamp(min=0)
     kept = values > cutoff
     scale = torch.where(kept, values.where(kept, torch.ones_like(values)).rsqrt(), 0.0)
     return GramInverse(vectors * scale[:, None, :])

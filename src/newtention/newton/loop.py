@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +36,7 @@ from newtention.derivatives.gradient import data_loss
 from newtention.layers import Bilinear
 from newtention.linsolve.trust_region import TrustRegionStep, trust_region_step
 from newtention.newton.globalise import accepted, next_radius, ratio
+from newtention.newton.iterates import Iterate, Snapshot
 from newtention.newton.model import Model, Rows, curvature_unit, model_at
 from newtention.newton.stopping import converged, relative_decrement
 from newtention.newton.varpro import project
@@ -93,41 +94,40 @@ class Taken(Rows):
     trials: Float[Tensor, " b"]
 
 
-@dataclass(frozen=True, eq=False)
-class Iterate:
-    """What `iterate` yields at each point.
-
-    members: the state of the whole batch.
-    records: the record of every member that is still running or ends here.
-    ended: why, for the members that end here.
-    """
-
-    members: Members
-    records: dict[int, Record]
-    ended: dict[int, Status]
-
-
 def iterate(
     problem: AttentionProblem,
     X: Float[Tensor, "b h d1 d2"],
     Y: Float[Tensor, "b h d3 p"],
     settings: Settings,
-) -> Iterator[Iterate]:
+    snapshot: Snapshot | None = None,
+) -> Generator[Iterate, str | None, None]:
     """Run Newton's method until every member has ended, yielding at every point, the start first.
 
     (X, Y) is used as given if projecting Y would raise the loss, as only rounding can.
+    snapshot: the state to continue from; its point is yielded again.
     """
     began = time.perf_counter()
+    layer = Bilinear(X.shape[1], *problem.widths)
     energy = problem.target_energy()
     unit = curvature_unit(problem, energy)
-    members = _first_members(problem, X, Y)
     zero = torch.zeros_like(energy)
-    taken = Taken(change=zero, step=zero, ratio=zero + torch.nan, trials=zero)
+    first = factorisations = 0
     active = torch.arange(problem.batch, device=X.device)
-    factorisations = 0
-    for iteration in range(settings.max_iter + 1):
+    if snapshot is None:
+        members = _first_members(problem, X, Y)
+        taken = Taken(change=zero, step=zero, ratio=zero + torch.nan, trials=zero)
+    else:
+        members, taken = Members.of(snapshot), Taken.of(snapshot)
+        first, factorisations = (int(n) for n in snapshot["counts"].tolist())
+        if len(snapshot["active"]) < problem.batch:
+            active = snapshot["active"]
+            problem, energy, unit = problem.take(active), energy[active], unit[active]
+    last = max(first, settings.max_iter)
+    for iteration in range(first, last + 1):
+        # Before the look: what it adds depends on max_iter, and would count twice.
+        snapshot_of = _snapshots(members, taken, active, [iteration, factorisations])
         part = members.select(active)
-        if iteration in (settings.gauss_newton_iterations, settings.max_iter):
+        if iteration in (settings.gauss_newton_iterations, last):
             part = replace(part, full=torch.ones_like(part.full))
         part, model, step = _look(problem, part, energy, unit, settings.metric_floor)
         factorisations += step.factorisations
@@ -138,17 +138,22 @@ def iterate(
             factorisations += step.factorisations
         decrement = relative_decrement(step.decrease, energy)
         part, ended = _tests(model, part, step, decrement, energy, settings.tol)
-        if iteration == settings.max_iter:
+        if iteration == last:
             ended = dict.fromkeys(range(problem.batch), Status.ITERATION_LIMIT) | ended
         members = members.merge(active, part)
         rows = _record_rows(model, part, taken, step, decrement)
         who = active.tolist()
         now = time.perf_counter() - began
         records = {
-            k: Record(iteration=iteration, seconds=now, factorisations=factorisations, **row)
+            k: Record(iteration=iteration, seconds=now, inner=factorisations, **row)
             for k, row in zip(who, rows, strict=True)
         }
-        yield Iterate(members, records, {who[i]: status for i, status in ended.items()})
+        yield Iterate(
+            layer.pack(members.X, members.Y),
+            records,
+            {who[i]: status for i, status in ended.items()},
+            snapshot_of,
+        )
 
         staying = [i for i in range(len(who)) if i not in ended]
         if not staying:
@@ -161,6 +166,17 @@ def iterate(
         part, taken, factorisations = _take_step(problem, part, model, step)
         del model, step  # or two Hessians would be alive while the next one is formed
         members = members.merge(active, part)
+
+
+def _snapshots(
+    members: Members, taken: Taken, active: Tensor, counts: list[int]
+) -> Callable[[], Snapshot]:
+    return lambda: {
+        **members.tensors(),
+        **taken.tensors(),
+        "active": active,
+        "counts": torch.tensor(counts),
+    }
 
 
 def _first_members(problem: AttentionProblem, X: Tensor, Y: Tensor) -> Members:

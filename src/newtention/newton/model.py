@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Self
 
@@ -22,6 +23,15 @@ ROUNDED_AWAY = 1e-13
 @dataclass(frozen=True, eq=False)
 class Rows:
     """Tensors with the batch as first axis."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> Self:
+        """The inverse of `tensors`; other names are left out."""
+        return cls(**{f.name: tensors[f.name] for f in fields(cls)})
 
     def select(self, index: Tensor) -> Self:
         """The members at `index`, which is increasing."""

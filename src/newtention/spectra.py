@@ -82,13 +82,11 @@ class Spectrum:
     def summary(self) -> str:
         """A few sentences."""
         matrix = "Hessian" if self.kind == "full" else "Gauss-Newton matrix"
-        residual = max(float(r.max()) for r in (self.largest_residuals, self.smallest_residuals))
         error = f" with standard error {self.trace_error:.1e}" if self.trace_error else ""
         lines = [
             f"{matrix} of {self.N} unknowns by {self.method}, {self.products} products.",
-            f"Largest eigenvalues: {_listed(self.largest)}.",
-            f"Smallest eigenvalues: {_listed(self.smallest)}.",
-            f"An eigenvalue lies within {residual:.1e} of each (largest residual).",
+            f"Largest eigenvalues: {_listed(self.largest, self.largest_residuals)}.",
+            f"Smallest eigenvalues: {_listed(self.smallest, self.smallest_residuals)}.",
             f"Trace {self.trace:.6g}{error}.",
         ]
         if not self.converged:
@@ -152,6 +150,7 @@ def spectrum(
     for name, value, least in (("k", k, 1), ("probes", probes, 2), ("steps", steps, 2)):
         _require_count(name, value, least)
     _require_count("seed", seed, 0)
+    k, probes, steps = int(k), int(probes), int(steps)
     if k > n:
         raise ValueError(f"k must be at most the number of unknowns, {n}; found {k}.")
     tol = TOLERANCE if tol is None else tol
@@ -173,7 +172,7 @@ def spectrum(
             theta.device,
             "lower steps= or k=.",
         )
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(int(seed))
         depth = steps if density else 1
         nodes, weights, forms = lanczos_quadrature(H, theta[0], probes, depth, generator)
         trace, trace_error = n * float(forms.mean()), n * float(forms.std()) / probes**0.5
@@ -277,6 +276,7 @@ def _require_count(name: str, value: int, least: int) -> None:
         raise ValueError(f"{name} must be an integer of at least {least}; found {value!r}.")
 
 
-def _listed(values: Array) -> str:
+def _listed(values: Array, residuals: Array) -> str:
     shown = ", ".join(f"{float(v):.6g}" for v in values[:8])
-    return shown if len(values) <= 8 else f"{shown}, ... ({len(values)} in all)"
+    shown = shown if len(values) <= 8 else f"{shown}, ... ({len(values)} in all)"
+    return f"{shown}, each within {float(residuals.max()):.1e} of an exact one"

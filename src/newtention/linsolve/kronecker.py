@@ -1,0 +1,50 @@
+"""Inverses of Kronecker products with several heads, factored once and applied many times."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class KroneckerInverse:
+    """(left (x) right)^-1 per head, on matrices W (h, d, e): left^-1 W right^-1."""
+
+    left: Float[Tensor, "#h d d"]
+    right: Float[Tensor, "#h e e"]
+
+    @classmethod
+    def of(
+        cls,
+        left: Float[Tensor, "#h d d"],
+        right: Float[Tensor, "#h e e"],
+        floor: float,
+        dtype: torch.dtype,
+    ) -> KroneckerInverse:
+        """Of positive semidefinite factors in float64, `floor` times the mean eigenvalue added.
+
+        A factor without any trace is replaced by the identity.  With floor sqrt(r) in either
+        factor, r times the product's mean eigenvalue is added to it, besides mixed terms (factored
+        Tikhonov damping: Martens and Grosse 2015, section 6.3).
+        """
+        return cls(_inverse(left, floor, dtype), _inverse(right, floor, dtype))
+
+    def apply(self, W: Float[Tensor, "h d e"]) -> Float[Tensor, "h d e"]:
+        """The product with W."""
+        return self.left @ W @ self.right
+
+
+def _inverse(
+    factor: Float[Tensor, "h d d"], floor: float, dtype: torch.dtype
+) -> Float[Tensor, "h d d"]:
+    """Head by head: all of them at once would make the peak of a solver's memory."""
+    out = factor.new_empty(factor.shape, dtype=dtype)
+    for one, inverse in zip(factor, out, strict=True):
+        mean = one.diagonal().mean()
+        lifted = torch.where(mean > 0, one, 0.0)
+        lifted.diagonal().add_(torch.where(mean > 0, floor * mean, 1.0))
+        inverse.copy_(torch.cholesky_inverse(torch.linalg.cholesky(lifted)))
+    return out

@@ -253,6 +253,8 @@ class Proximity(Regularizer):
     def __post_init__(self) -> None:
         """Check the settings."""
         object.__setattr__(self, "strength", _strength("Proximity(strength=)", self.strength))
+        if hasattr(self.reference, "X") and hasattr(self.reference, "Y"):  # a bilinear layer
+            object.__setattr__(self, "reference", (self.reference.X, self.reference.Y))
         pair = isinstance(self.reference, tuple | list) and len(self.reference) == 2
         if not pair and not self.around_layer:
             raise TypeError(

@@ -498,7 +498,7 @@ def test_token_weights():
 
 def test_proximity():
     X, Y = weights()
-    for reference in (X, (X,), nt.BilinearAttention(X, Y)):
+    for reference in (X, (X,)):
         with pytest.raises(TypeError, match="pair"):
             nt.Proximity(reference)
     for reference, match in (

@@ -111,6 +111,13 @@ def test_zero_strengths_change_nothing():
         require_close("loss", nt.loss(problem, *case.point()), case.oracle[0], 1e-13)
 
 
+def test_proximity_takes_a_bilinear_layer():
+    X, Y = torch.ones(3, 3).double(), torch.ones(3, 2).double()
+    reference = nt.Proximity(nt.BilinearAttention(X, Y), 0.5).reference
+    assert torch.equal(reference[0], X)
+    assert torch.equal(reference[1], Y)
+
+
 def test_describe():
     assert nt.Ridge(1, 2).describe() == {"name": "ridge", "x": 1.0, "y": 2.0}
     assert nt.TokenWeights([0.5, 2.0]).describe() == {
@@ -189,11 +196,10 @@ def test_proximity_refuses_references_of_another_kind(reference_of):
         nt.Proximity(reference_of)
 
 
-def test_proximity_takes_factored_layers_only():
+def test_proximity_around_layers():
     """A bilinear layer is a pair: (layer.X, layer.Y)."""
     layer = nt.BilinearAttention(torch.ones(2, 2), torch.ones(2, 2))
-    with pytest.raises(TypeError, match="BilinearAttention"):
-        nt.Proximity(layer)
+    assert not nt.Proximity(layer).around_layer
     assert not nt.Proximity((layer.X, layer.Y)).around_layer
     assert nt.Proximity(weights()).around_layer
     with pytest.raises(ValueError, match=r"isotropic=True.*factored"):

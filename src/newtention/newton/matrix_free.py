@@ -55,6 +55,8 @@ METRIC_ROWS = 4096
 """Query rows that the preconditioner is built from, at least; all if there are fewer."""
 LOOSEST, TIGHTEST = 0.5, 1e-6
 """Range of the forcing term."""
+LOCAL = 0.03
+"""Forcing terms below this mean fast convergence, where accuracy pays more than a fresh step."""
 LARGEST_OUTPUT_MAP = 2048
 """Rows up to which the output map is solved for: its Gram matrix is decomposed at every point."""
 
@@ -299,7 +301,8 @@ class _Method:
         if state.slope > 0:
             # Eisenstat and Walker 1996, choice 2.
             accuracy = min(LOOSEST, max(TIGHTEST, 0.9 * (slope / state.slope) ** 2))
-        rule = Rule(accuracy, OVERHEAD, self.settings.max_products, worth=accuracy / LOOSEST)
+        worth = min(1.0, accuracy / LOCAL)
+        rule = Rule(accuracy, OVERHEAD, self.settings.max_products, worth)
         path = truncated_cg(
             self._curvature(point).product, g, metric.solve, state.radius, rule, self.expired
         )

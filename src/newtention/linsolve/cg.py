@@ -132,7 +132,9 @@ def truncated_cg(
         if curvature <= 0 or xx + 2 * step * xp + step * step * pp >= radius * radius:
             path.ending = Ending.BOUNDARY if curvature > 0 else Ending.NEGATIVE
             if math.isfinite(radius):
-                t = (-xp + math.sqrt(xp * xp + pp * max(0.0, radius * radius - xx))) / pp
+                # No products of squares: they overflow first.
+                back = xp / pp
+                t = math.sqrt(back * back + max(0.0, radius * radius - xx) / pp) - back
                 length = radius
             else:  # nothing says how far: as far again as the path has come
                 t = math.sqrt(xx / pp) if xx > 0 else 1.0

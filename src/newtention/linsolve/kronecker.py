@@ -26,9 +26,9 @@ class KroneckerInverse:
     ) -> KroneckerInverse:
         """Of positive semidefinite factors in float64, `floor` times the mean eigenvalue added.
 
-        A factor without any trace is replaced by the identity.  With floor sqrt(r) in either
-        factor, r times the product's mean eigenvalue is added to it, besides mixed terms (factored
-        Tikhonov damping: Martens and Grosse 2015, section 6.3).
+        A factor without any trace, or not finite, is replaced by the identity.  With floor sqrt(r)
+        in either factor, r times the product's mean eigenvalue is added to it, besides mixed terms
+        (factored Tikhonov damping: Martens and Grosse 2015, section 6.3).
         """
         return cls(_inverse(left, floor, dtype), _inverse(right, floor, dtype))
 
@@ -44,7 +44,8 @@ def _inverse(
     out = factor.new_empty(factor.shape, dtype=dtype)
     for one, inverse in zip(factor, out, strict=True):
         mean = one.diagonal().mean()
-        lifted = torch.where(mean > 0, one, 0.0)
-        lifted.diagonal().add_(torch.where(mean > 0, floor * mean, 1.0))
+        usable = (mean > 0) & torch.isfinite(one).all()
+        lifted = torch.where(usable, one, 0.0)
+        lifted.diagonal().add_(torch.where(usable, floor * mean, 1.0))
         inverse.copy_(torch.cholesky_inverse(torch.linalg.cholesky(lifted)))
     return out

@@ -25,11 +25,14 @@ def gram_inverse(gram: Float[Tensor, "b k k"], data_eps: float = 0.0) -> GramInv
 
     data_eps: rounding of the features behind the matrix, where it is coarser than the matrix's own;
         it enters squared.
+
+    The inverse of a matrix with NaN or infinity is NaN.
     """
-    values, vectors = torch.linalg.eigh(gram)
+    finite = torch.isfinite(gram).all(2, keepdim=True).all(1, keepdim=True)
+    values, vectors = torch.linalg.eigh(gram.where(finite, torch.zeros_like(gram)))
     k = gram.shape[-1]
     eps = max(torch.finfo(gram.dtype).eps, data_eps**2)
     cutoff = k * eps * values[:, -1:].clamp(min=0)
     kept = values > cutoff
     scale = torch.where(kept, values.where(kept, torch.ones_like(values)).rsqrt(), 0.0)
-    return GramInverse(vectors * scale[:, None, :])
+    return GramInverse((vectors * scale[:, None, :]).where(finite, torch.nan))

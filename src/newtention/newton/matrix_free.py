@@ -48,7 +48,7 @@ from newtention.newton.varpro import OutputMap
 from newtention.problem import AttentionProblem
 from newtention.solution import Record, Status
 
-MAX_TRIALS = 12
+MAX_TRIALS = 30
 OVERHEAD = 5.0
 """Cost of a new step (evaluations, gradient, preconditioner) in products."""
 METRIC_ROWS = 4096
@@ -57,6 +57,9 @@ LOOSEST, TIGHTEST = 0.5, 1e-6
 """Range of the forcing term."""
 LOCAL = 0.03
 """Forcing terms below this mean fast convergence, where accuracy pays more than a fresh step."""
+IDLE = 5
+"""Steps too small for the loss to show in which the decrement must halve once: the Gauss-Newton
+matrix converges linearly where the residual is not zero."""
 LARGEST_OUTPUT_MAP = 2048
 """Rows up to which the output map is solved for: its Gram matrix is decomposed at every point."""
 
@@ -82,7 +85,8 @@ class State:
     fresh: the point is a start whose output map has not been solved for.
     ended: this member is done, and not because of a limit.
     slope: least norm of the gradient so far, measured by the preconditioner; 0 at the start.
-    invisible: least decrement since steps became too small for the loss to show.
+    invisible: least decrement since steps became too small for the loss to show, renewed whenever
+        it has halved.  idle: iterations since then.
     stuck: no trial step was accepted.
     change, step, ratio, trials: of the last step, for its record.
     """
@@ -94,6 +98,7 @@ class State:
     radius: float = math.inf
     slope: float = 0.0
     invisible: float = math.inf
+    idle: int = 0
     stuck: bool = False
     change: float = 0.0
     step: float = 0.0
@@ -142,6 +147,7 @@ class _Look:
     decrement: float
     path: Path
     invisible: float
+    idle: int
     status: Status | None
 
 
@@ -221,7 +227,7 @@ def _iterate_one(
         if look.status is not None:
             return
         point = None  # or its evaluations would be alive beside those of the trial points
-        moved = method.advance(replace(state, invisible=look.invisible), look)
+        moved = method.advance(replace(state, invisible=look.invisible, idle=look.idle), look)
         if moved is None:
             return
         state, point = moved
@@ -277,7 +283,7 @@ class _Method:
         theta = point.data.theta
         g = point.data.reduce(lambda at: (backward(at, self.layer, theta, at.qC),))[0]
         g = (g + self.regularizer.gradient(theta))[0] * self.free
-        gradient = float(torch.linalg.vector_norm(g))
+        gradient = _norm(g)
         noise = float(
             loss_noise(
                 *(
@@ -286,7 +292,7 @@ class _Method:
                 )
             )
         )
-        look = _Look(point.loss, noise, gradient, 0.0, math.inf, Path(), state.invisible, None)
+        look = _Look(point.loss, noise, gradient, 0.0, math.inf, Path(), state.invisible, 0, None)
         if not math.isfinite(gradient) or not math.isfinite(point.loss):
             return replace(look, gradient=math.inf, status=Status.OVERFLOW)
         metric = self._metric(theta)
@@ -324,7 +330,9 @@ class _Method:
         converged = converged or look.loss <= look.noise
         invisible = decrease <= look.noise and interior
         stalled = state.stuck or not path.points
-        stalled = stalled or (invisible and look.decrement > 0.5 * state.invisible)
+        halved = look.decrement <= 0.5 * state.invisible
+        idle = state.idle + 1 if invisible and not halved else 0
+        stalled = stalled or idle >= IDLE
         status = None
         if converged:
             status = Status.CONVERGED
@@ -332,8 +340,10 @@ class _Method:
             status = Status.STALLED
         elif state.iteration >= self.settings.max_iter:
             status = Status.ITERATION_LIMIT
-        least = min(look.decrement, state.invisible) if invisible else math.inf
-        return replace(look, invisible=least, status=status)
+        least = math.inf
+        if invisible:
+            least = look.decrement if halved else state.invisible
+        return replace(look, invisible=least, idle=idle, status=status)
 
     def advance(self, state: State, look: _Look) -> tuple[State, _Point | None] | None:
         """Try the step, cut shorter until it is accepted; the point is None if none was.
@@ -355,10 +365,10 @@ class _Method:
             if invisible or gain > 0.75:
                 radius = max(radius, GROW * length)
             elif gain < 0.25:
-                radius = SHRINK * length
+                # Faster the longer it takes: the scale of a flat start is unknown.
+                radius = SHRINK ** (1 + trial // 10) * length
             if gain > ACCEPT or invisible:
-                scale = float(torch.linalg.vector_norm(state.theta))
-                moved = float(torch.linalg.vector_norm(point.data.theta[0] - state.theta))
+                scale, moved = _norm(state.theta), _norm(point.data.theta[0] - state.theta)
                 return replace(
                     state,
                     radius=radius,
@@ -387,6 +397,14 @@ class _Method:
 
     def _relative(self, decrease: float) -> float:
         return math.sqrt(max(0.0, decrease) / (self.energy or 1.0))
+
+
+def _norm(t: Float[Tensor, " N"]) -> float:
+    """Euclidean norm, also of numbers whose squares overflow or underflow."""
+    largest = float(t.abs().max())
+    if not 0 < largest < math.inf:
+        return largest
+    return largest * float(torch.linalg.vector_norm(t / largest))
 
 
 def eliminates(layer: Parametrisation) -> bool:

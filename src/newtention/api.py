@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -277,7 +277,17 @@ def _solve(
     method, cache = settings.method, options.cache_bytes
     if state is not None:
         method, cache = state.choices["method"], state.choices["cache_bytes"]
-    chosen = plan(problem, layer, n_init, method, cache, frozen=bool(options.freeze))
+    free_of = matrix_free.Settings(
+        tol,
+        limits.max_iter,
+        options.curvature,
+        options.max_products,
+        options.preconditioner,
+        options.curvature_share,
+        seed=settings.seed,
+    )
+    chosen = plan(problem, layer, n_init, method, free_of, cache, frozen=bool(options.freeze))
+    free_of = replace(free_of, cache_bytes=chosen.cache_bytes)
     if settings.verbose:
         print(chosen.sentence)
 
@@ -289,7 +299,7 @@ def _solve(
     run = Run(members, limits, settings.callback, settings.verbose, checkpoint, chosen.to_dict())
     if state is not None:
         run.resume(state)
-    run.consume(_iterates(chosen, members, theta, free, settings, options, tol, limits, state))
+    run.consume(_iterates(chosen, members, theta, free, free_of, options, limits, state))
     if settings.verbose:
         print()
     solutions = run.solutions(n_init, chosen.method, tol)
@@ -322,9 +332,8 @@ def _iterates(
     members: Members,
     theta: Tensor,
     free: Tensor,
-    settings: _Settings,
+    settings: matrix_free.Settings,
     options: Options,
-    tol: float,
     limits: Limits,
     state: Saved | None,
 ) -> Generator[Iterate, str | None, None]:
@@ -334,21 +343,14 @@ def _iterates(
         assert isinstance(members.layer, Bilinear)
         X, Y = members.layer.unpack(theta)
         dense = loop.Settings(
-            tol, limits.max_iter, options.gauss_newton_iterations, options.metric_floor
+            settings.tol,
+            settings.max_iter,
+            options.gauss_newton_iterations,
+            options.metric_floor,
         )
         return loop.iterate(members.problem, X, Y, dense, snapshot)
-    free_of = matrix_free.Settings(
-        tol,
-        limits.max_iter,
-        options.curvature,
-        options.max_products,
-        options.preconditioner,
-        options.curvature_share,
-        chosen.cache_bytes,
-        settings.seed,
-    )
     return matrix_free.iterate(
-        members.singles, members.layer, theta, free, free_of, limits.expired, snapshot
+        members.singles, members.layer, theta, free, settings, limits.expired, snapshot
     )
 
 

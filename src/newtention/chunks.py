@@ -136,6 +136,11 @@ class Chunk:
                 for k in range(0, n, step_n):
                     yield sequences._rows(k, min(n, k + step_n))
 
+    def to(self, device: torch.device | str) -> Chunk:
+        """The same on another device."""
+        mask = self.mask.to(device)
+        return self._mapped(lambda t: t.to(device), mask, self.owner.to(device))
+
     def _owners(self, index: slice | Tensor) -> Chunk:
         return self._mapped(lambda t: t[index], self.mask.owners(index), self.owner[index])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -39,22 +40,26 @@ class Mask:
             result = past if result is None else result & past
         return result
 
+    def to(self, device: torch.device | str) -> Mask:
+        """The same on another device."""
+        return self._mapped(lambda t: t.to(device))
+
     def owners(self, index: slice | Tensor) -> Mask:
         """The rule for a selection of owners."""
-        return self._indexed(index)
+        return self._mapped(lambda t: t[index])
 
     def sequences(self, index: slice | Int[Tensor, " k"]) -> Mask:
         """The rule for some of the sequences of every owner."""
-        return self._indexed((slice(None), index))
+        return self._mapped(lambda t: t[:, index])
 
     def rows(self, start: int, stop: int) -> Mask:
         """The rule for the query rows start to stop."""
         explicit = None if self.explicit is None else self.explicit[:, :, start:stop]
         return replace(self, explicit=explicit, first_row=self.first_row + start)
 
-    def _indexed(self, index) -> Mask:  # noqa: ANN001 - anything a tensor can be indexed with
+    def _mapped(self, f: Callable[[Tensor], Tensor]) -> Mask:
         return replace(
             self,
-            key_lengths=None if self.key_lengths is None else self.key_lengths[index],
-            explicit=None if self.explicit is None else self.explicit[index],
+            key_lengths=None if self.key_lengths is None else f(self.key_lengths),
+            explicit=None if self.explicit is None else f(self.explicit),
         )

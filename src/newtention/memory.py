@@ -1,14 +1,19 @@
-"""How much memory a dense solve needs, known before anything is allocated."""
+"""How much memory a solve needs, known before anything is allocated."""
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import psutil
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from newtention.chunks import TILE_ELEMENTS
-from newtention.derivatives.linearised import evaluation_bytes
-from newtention.layers import Bilinear, Parametrisation
-from newtention.problem import AttentionProblem
+from newtention.layers import Bilinear
 
 _DENSE_MATRICES = 5.5
 """Nx x Nx matrices alive while the trust-region step is computed: the scaled Hessian, its shifted
@@ -20,10 +25,7 @@ _MIXED_MATRICES = 3
 its transposed copy and H_xy H_yy^-1/2."""
 _TILES = 8
 """Intermediates of a tile."""
-_VECTORS = 28
-"""Vectors of unknowns alive in a matrix-free step: the path's, those of conjugate gradients, the
-gradient, the trial point and the factors of the preconditioner."""
-_WORKSPACE = 32 << 20
+WORKSPACE = 32 << 20
 """Buffers of BLAS and LAPACK."""
 
 
@@ -36,7 +38,7 @@ def newton_bytes(layer: Bilinear, members: int, itemsize: int, tile: int = TILE_
     step = _DENSE_MATRICES * nx * nx
     elimination = _ASSEMBLED * nx * nx + _MIXED_MATRICES * nx * ny
     dense = members * max(step, elimination)
-    return int(itemsize * (dense + _TILES * tile)) + _WORKSPACE
+    return int(itemsize * (dense + _TILES * tile)) + WORKSPACE
 
 
 def hessian_bytes(layer: Bilinear, members: int, itemsize: int, tile: int = TILE_ELEMENTS) -> int:
@@ -47,19 +49,49 @@ def hessian_bytes(layer: Bilinear, members: int, itemsize: int, tile: int = TILE
     return int(itemsize * (members * max(assembly, dense) + _TILES * tile))
 
 
-def matrix_free_bytes(
-    problem: AttentionProblem, layer: Parametrisation, members: int, cached: bool
-) -> int:
-    """Peak bytes of a matrix-free solve beside the data."""
-    singles = problem.parts or (problem,)
-    itemsize = problem.like.element_size()
-    kept = max(evaluation_bytes(p, layer) for p in singles) if cached else 0
-    rows = max(sum(c.weight.numel() for c in p.chunks) for p in singles)
-    tile = max(min(TILE_ELEMENTS, evaluation_bytes(p, layer) // itemsize) for p in singles)
-    output = layer.output_rows
-    width = (layer.size - layer.output_start) // output
-    vectors = (_VECTORS + members) * layer.size + rows * width
-    return int(kept + itemsize * (vectors + _TILES * tile) + 8 * 4 * output**2) + _WORKSPACE
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors that are made inside it, while they live.
+
+    now: bytes alive.  peak: the most since it began or was restarted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def restart(self) -> int:
+        """Forget the peak so far; returns the bytes alive."""
+        self.peak = self.now
+        return self.now
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the operation and count the storage of its results, unless it is an argument's."""
+        given = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
+        result = func(*args, **(kwargs or {}))
+        for t in _tensors(result):
+            storage = t.untyped_storage()
+            key = storage._cdata
+            if key not in given and key not in self._known:
+                self._known.add(key)
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._freed, key, storage.nbytes())
+        return result
+
+    def _freed(self, key: int, count: int) -> None:
+        self._known.discard(key)
+        self.now -= count
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def available_bytes(device: torch.device) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from newtention.derivatives.hessian import second_order_tile
@@ -10,11 +10,12 @@ from newtention.derivatives.linearised import evaluation_bytes
 from newtention.layers import Bilinear, Parametrisation
 from newtention.memory import (
     available_bytes,
-    matrix_free_bytes,
     newton_bytes,
     readable,
     require_memory,
 )
+from newtention.newton.footprint import matrix_free_bytes
+from newtention.newton.matrix_free import Settings
 from newtention.problem import AttentionProblem
 
 MethodName = Literal["newton", "newton-cg"]
@@ -64,10 +65,14 @@ def plan(
     layer: Parametrisation,
     n_init: int,
     method: str,
+    settings: Settings,
     cache_bytes: int | None,
     frozen: bool = False,
 ) -> Plan:
     """Choose a method (unless one is given) and refuse what does not fit.
+
+    settings: of a matrix-free solve, its cache apart.
+    cache_bytes: budget for evaluations that are kept; None: a share of the free memory.
 
     Raises:
         ValueError: "newton" for a factored layer or with frozen blocks.
@@ -87,12 +92,23 @@ def plan(
     free = available_bytes(problem.like.device)
     budget = int(CACHE_SHARE * free) if cache_bytes is None else cache_bytes
     cached = max(evaluation_bytes(p, layer) for p in problem.parts or (problem,)) <= budget
-    members = problem.batch * n_init
-    needed = matrix_free_bytes(problem, layer, members, cached)
-    alternative = "Options(cache_bytes=0) keeps no attention weights."
-    if not cached or matrix_free_bytes(problem, layer, members, False) > free:
+
+    def bytes_for(budget: int) -> int:
+        members = problem.batch * n_init
+        return matrix_free_bytes(problem, layer, members, replace(settings, cache_bytes=budget))
+
+    needed = bytes_for(budget)
+    alternative = ""
+    if needed > free:
+        least = bytes_for(0)
+        fits = cached and least <= free
         lower = "" if problem.like.element_size() == 4 else ", or float32,"
-        alternative = f"fewer sequences{lower} would need less."
+        alternative = (
+            f"Options(cache_bytes=0) keeps no attention weights and needs {readable(least)}."
+            if fits
+            else f"one tile and the weights alone need {readable(least)}: fewer heads or shorter "
+            f"sequences{lower} would need less."
+        )
     require_memory(
         f"A matrix-free solve of {layer.size} unknowns", needed, problem.like.device, alternative
     )

@@ -427,10 +427,13 @@ class AttentionProblem:
         total, part = (sum(float(c.weight.sum()) for c in cs) for cs in (self.chunks, chunks))
         if part <= 0:
             return self
-        raised = [replace(c, weight=c.weight * (total / part)) for c in chunks]
-        taken = AttentionProblem.__new__(AttentionProblem)
-        taken._set(**{**self.__dict__, "chunks": tuple(raised)})
-        return taken
+        return self.with_chunks(tuple(replace(c, weight=c.weight * (total / part)) for c in chunks))
+
+    def with_chunks(self, chunks: tuple[Chunk, ...]) -> AttentionProblem:
+        """The same with other data, for curvature and sizes: rows lose the user's order."""
+        other = AttentionProblem.__new__(AttentionProblem)
+        other._set(**{**self.__dict__, "chunks": chunks})
+        return other
 
     def rows_from_chunks(self, values: Sequence[Float[Tensor, "1 _ _ k"]]) -> Tensor:
         """Arrange per-query results of every chunk in the layout of the user's arrays.

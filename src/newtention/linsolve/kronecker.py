@@ -21,7 +21,7 @@ class KroneckerInverse:
         cls,
         left: Float[Tensor, "#h d d"],
         right: Float[Tensor, "#h e e"],
-        floor: float,
+        floor: float | Float[Tensor, ""],
         dtype: torch.dtype,
     ) -> KroneckerInverse:
         """Of positive semidefinite factors in float64, `floor` times the mean eigenvalue added.
@@ -38,7 +38,7 @@ class KroneckerInverse:
 
 
 def _inverse(
-    factor: Float[Tensor, "h d d"], floor: float, dtype: torch.dtype
+    factor: Float[Tensor, "h d d"], floor: float | Float[Tensor, ""], dtype: torch.dtype
 ) -> Float[Tensor, "h d d"]:
     """Head by head: all of them at once would make the peak of a solver's memory."""
     out = factor.new_empty(factor.shape, dtype=dtype)

@@ -231,6 +231,7 @@ def _iterate_one(
         if moved is None:
             return
         state, point = moved
+        del moved  # it holds the point, too
 
 
 class _Method:

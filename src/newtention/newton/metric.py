@@ -14,7 +14,7 @@ docs/choices.md compares their numbers of products.  The tokens of a map with a 
 
 from __future__ import annotations
 
-import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -62,24 +62,28 @@ class Metric:
         kind: Preconditioner,
         regularizer: FlatQuadratic,
         seed: int,
+        names: Collection[str] | None = None,
     ) -> Metric:
         """Build it at a point of one problem, usually a sample of the data.
 
+        names: blocks with free unknowns, the others need no factors; by default found in `free`.
         The regulariser enters by its mean curvature in each map.
         """
         if kind == "none":
             return cls((), free)
         generator = torch.Generator().manual_seed(seed)
         blocks = {block.name: block for block in point.layer.blocks}
+        if names is None:
+            names = {name for name, b in blocks.items() if free[b.start : b.stop].any()}
         maps: list[tuple[str, str | None]] = []
 
         def tile_sums(at: Evaluation) -> tuple[Tensor, ...]:
-            pairs = [p for p in _pairs(at, point, kind, generator) if _any_free(blocks, p, free)]
+            pairs = [p for p in _pairs(at, point, kind, generator) if p.weight in names]
             maps[:] = [(p.weight, p.bias) for p in pairs]
             return tuple(t for p in pairs for t in _moments(p, kind, blocks[p.weight].shape[0]))
 
         sums = [t[0] for t in point.reduce(tile_sums)]
-        probe = torch.randint(0, 2, free.shape, generator=generator) * 2 - 1
+        probe = torch.randint(0, 2, free.shape, generator=generator, dtype=torch.int8) * 2 - 1
         probe = probe.to(free)
         own = probe * regularizer.curvature(probe[None])[0]  # its mean is that of the diagonal
         inverses = []
@@ -87,11 +91,10 @@ class Metric:
             left, right, total = sums[:3]
             del sums[:3]  # the factors of wide layers are large
             right = right / total.clamp(min=torch.finfo(total.dtype).tiny)[:, None, None]
-            entries = _entries(blocks[weight], None if bias is None else blocks[bias])
-            entries = entries.to(free.device)
-            mean = float((_mean_eigenvalue(left) * _mean_eigenvalue(right)).mean())
-            share = max(0.0, float(own[entries].mean())) / mean if mean > 0 else 0.0
-            floor = FLOOR + math.sqrt(share)
+            entries = _entries(blocks[weight], None if bias is None else blocks[bias], free.device)
+            mean = (_mean_eigenvalue(left) * _mean_eigenvalue(right)).mean()
+            share = torch.where(mean > 0, own[entries].double().mean().clamp(min=0) / mean, 0.0)
+            floor = FLOOR + share.sqrt()
             inverses.append((entries, KroneckerInverse.of(left, right, floor, free.dtype)))
         return cls(tuple(inverses), free)
 
@@ -153,18 +156,14 @@ def _rows_by_head(t: Float[Tensor, "o s h n k"], groups: int) -> Float[Tensor, "
     return t.unflatten(2, (groups, h // groups)).transpose(1, 2).reshape(o, groups, -1, k)
 
 
-def _any_free(blocks: dict[str, Block], pair: Projection, free: Tensor) -> bool:
-    block = blocks[pair.weight]
-    return bool(free[block.start : block.stop].any())
-
-
 def _mean_eigenvalue(factor: Float[Tensor, "h d d"]) -> Float[Tensor, " h"]:
     return factor.diagonal(dim1=1, dim2=2).mean(1)
 
 
-def _entries(weight: Block, bias: Block | None) -> Tensor:
+def _entries(weight: Block, bias: Block | None, device: torch.device) -> Tensor:
     """Places of a map's weights in the flat vector, (h, d, e), the bias a last row."""
-    places = torch.arange(weight.start, weight.stop).view(weight.shape)
+    places = torch.arange(weight.start, weight.stop, device=device).view(weight.shape)
     if bias is None:
         return places
-    return torch.cat([places, torch.arange(bias.start, bias.stop).view(bias.shape)[:, None]], 1)
+    row = torch.arange(bias.start, bias.stop, device=device).view(bias.shape)
+    return torch.cat([places, row[:, None]], 1)

@@ -64,7 +64,8 @@ class Options:
         fraction of their mean raised to it; a huge value gives the plain Euclidean norm.
 
     "newton-cg":
-    curvature: "gauss-newton", or "full" for the exact Hessian; negative curvature is followed.
+    curvature: "gauss-newton", which the exact Hessian replaces once steps are too small for the
+        loss to show, or "full" for the exact Hessian throughout; negative curvature is followed.
     preconditioner: "attended", "inputs" or "none"; see `newtention.newton.metric`.
     max_products: products with the curvature in one iteration at most.
     curvature_share: share of the sequences that the curvature is computed from; loss and gradient

@@ -26,9 +26,10 @@ class KroneckerInverse:
     ) -> KroneckerInverse:
         """Of positive semidefinite factors in float64, `floor` times the mean eigenvalue added.
 
-        A factor without any trace, or not finite, is replaced by the identity.  With floor sqrt(r)
-        in either factor, r times the product's mean eigenvalue is added to it, besides mixed terms
-        (factored Tikhonov damping: Martens and Grosse 2015, section 6.3).
+        A factor that cannot be inverted even so, because it vanishes, nearly underflows or is not
+        finite, is replaced by the identity.  With floor sqrt(r) in either factor, r times the
+        product's mean eigenvalue is added to it, besides mixed terms (factored Tikhonov damping:
+        Martens and Grosse 2015, section 6.3).
         """
         return cls(_inverse(left, floor, dtype), _inverse(right, floor, dtype))
 
@@ -43,9 +44,12 @@ def _inverse(
     """Head by head: all of them at once would make the peak of a solver's memory."""
     out = factor.new_empty(factor.shape, dtype=dtype)
     for one, inverse in zip(factor, out, strict=True):
-        mean = one.diagonal().mean()
-        usable = (mean > 0) & torch.isfinite(one).all()
-        lifted = torch.where(usable, one, 0.0)
-        lifted.diagonal().add_(torch.where(usable, floor * mean, 1.0))
-        inverse.copy_(torch.cholesky_inverse(torch.linalg.cholesky(lifted)))
+        lift = floor * one.diagonal().mean()
+        lifted = one.clone()
+        lifted.diagonal().add_(lift)
+        root, failed = torch.linalg.cholesky_ex(lifted)
+        usable = (failed == 0) & (lift > torch.finfo(one.dtype).tiny) & torch.isfinite(root).all()
+        root = torch.where(usable, root, 0.0)
+        root.diagonal().add_(torch.where(usable, 0.0, 1.0))
+        inverse.copy_(torch.cholesky_inverse(root))
     return out

@@ -8,10 +8,11 @@ every point and the method minimises the projected loss over the other weights. 
 2. *Preconditioner.*  Kronecker factors of the Gauss-Newton matrix on a sample of the sequences
    (`metric`).  Its inverse is also the norm of the steps: every block then has a curvature near 1,
    and one radius damps the tiny query/key curvature and the large value curvature alike.
-3. *Step.*  Truncated conjugate gradients on the Gauss-Newton matrix, or on the full Hessian, with
-   the output map eliminated exactly (`reduced`), inside a trust region (`linsolve.cg`); negative
-   curvature is followed to the boundary.  They end when the residual meets the forcing sequence, or
-   when another product gains less than a fresh step would.
+3. *Step.*  Truncated conjugate gradients on the Gauss-Newton matrix, or on the full Hessian (if
+   asked for, and once steps are too small for the loss to show), with the output map eliminated
+   exactly (`reduced`), inside a trust region (`linsolve.cg`); negative curvature is followed to the
+   boundary.  They end when the residual meets the forcing sequence, or when another product gains
+   less than a fresh step would.
 4. *Acceptance.*  The output map is solved for at the trial point and the actual decrease compared
    with the model's.  A rejected step is cut at a smaller radius of the same path, which costs no
    product.
@@ -57,9 +58,8 @@ LOOSEST, TIGHTEST = 0.5, 1e-6
 """Range of the forcing term."""
 LOCAL = 0.03
 """Forcing terms below this mean fast convergence, where accuracy pays more than a fresh step."""
-IDLE = 5
-"""Steps too small for the loss to show in which the decrement must halve once: the Gauss-Newton
-matrix converges linearly where the residual is not zero."""
+IDLE = 3
+"""Steps too small for the loss to show in which the decrement must halve once."""
 LARGEST_OUTPUT_MAP = 2048
 """Rows up to which the output map is solved for: its Gram matrix is decomposed at every point."""
 
@@ -85,9 +85,12 @@ class State:
     fresh: the point is a start whose output map has not been solved for.
     ended: this member is done, and not because of a limit.
     slope: least norm of the gradient so far, measured by the preconditioner; 0 at the start.
-    invisible: least decrement since steps became too small for the loss to show, renewed whenever
-        it has halved.  idle: iterations since then.
+    invisible: decrement when steps became too small for the loss to show, renewed whenever it has
+        halved; infinite before.  idle: iterations since then.
     stuck: no trial step was accepted.
+    full: whether the exact Hessian is used, rather than the Gauss-Newton matrix: if asked for, and
+        since steps were first too small for the loss to show.  From there the gradient counts,
+        which the Gauss-Newton matrix lowers slowly where the residual is not zero.
     change, step, ratio, trials: of the last step, for its record.
     """
 
@@ -100,6 +103,7 @@ class State:
     invisible: float = math.inf
     idle: int = 0
     stuck: bool = False
+    full: bool = False
     change: float = 0.0
     step: float = 0.0
     ratio: float = math.nan
@@ -168,7 +172,7 @@ def iterate(
     snapshot: the state to continue from; its point is yielded again.
     """
     if snapshot is None:
-        states = [State(row) for row in theta]
+        states = [State(row, full=settings.kind == "full") for row in theta]
     else:
         states, theta = State.of_snapshot(snapshot), snapshot["theta"]
     for i, first in enumerate(states):
@@ -218,7 +222,7 @@ def _iterate_one(
             ratio=state.ratio if math.isfinite(state.ratio) else None,
             damping=0.0,
             radius=state.radius,
-            model="newton" if settings.kind == "full" else "gauss-newton",
+            model="newton" if state.full else "gauss-newton",
             trials=state.trials,
             inner=look.path.products,
             seconds=time.perf_counter() - began,
@@ -227,7 +231,9 @@ def _iterate_one(
         if look.status is not None:
             return
         point = None  # or its evaluations would be alive beside those of the trial points
-        moved = method.advance(replace(state, invisible=look.invisible, idle=look.idle), look)
+        full = state.full or math.isfinite(look.invisible)
+        state = replace(state, full=full, invisible=look.invisible, idle=look.idle)
+        moved = method.advance(state, look)
         if moved is None:
             return
         state, point = moved
@@ -294,7 +300,8 @@ class _Method:
             )
         )
         look = _Look(point.loss, noise, gradient, 0.0, math.inf, Path(), state.invisible, 0, None)
-        if not math.isfinite(gradient) or not math.isfinite(point.loss):
+        solvable = point.output is None or bool(torch.isfinite(point.output.inverse.root).all())
+        if not (math.isfinite(gradient) and math.isfinite(point.loss) and solvable):
             return replace(look, gradient=math.inf, status=Status.OVERFLOW)
         metric = self._metric(theta)
         square = float(g @ metric.solve(g))
@@ -309,10 +316,11 @@ class _Method:
             # Eisenstat and Walker 1996, choice 2.
             accuracy = min(LOOSEST, max(TIGHTEST, 0.9 * (slope / state.slope) ** 2))
         worth = min(1.0, accuracy / LOCAL)
+        if math.isfinite(state.invisible):  # the loss shows no gain: solve for the gradient
+            accuracy, worth = LOCAL, 0.0
         rule = Rule(accuracy, OVERHEAD, self.settings.max_products, worth)
-        path = truncated_cg(
-            self._curvature(point).product, g, metric.solve, state.radius, rule, self.expired
-        )
+        product = self._curvature(point, state.full).product
+        path = truncated_cg(product, g, metric.solve, state.radius, rule, self.expired)
         if path.products and not path.points:
             return replace(look, path=path, status=Status.OVERFLOW)
         decrease = path.decreases[-1] if path.points else 0.0
@@ -329,21 +337,20 @@ class _Method:
         scaled = self._relative(0.5 * look.slope**2)
         converged = interior and look.decrement <= tol and scaled <= tol
         converged = converged or look.loss <= look.noise
-        invisible = decrease <= look.noise and interior
-        stalled = state.stuck or not path.points
-        halved = look.decrement <= 0.5 * state.invisible
-        idle = state.idle + 1 if invisible and not halved else 0
-        stalled = stalled or idle >= IDLE
+        least, idle = state.invisible, state.idle
+        if decrease > look.noise:
+            least, idle = math.inf, 0
+        elif not (state.full and path.ending in (Ending.BOUNDARY, Ending.NEGATIVE)):
+            # The exact Hessian's steps to the boundary do not count: the next one is longer.
+            halved = look.decrement <= 0.5 * least
+            least, idle = (look.decrement, 0) if halved else (least, idle + 1)
         status = None
         if converged:
             status = Status.CONVERGED
-        elif stalled:
+        elif state.stuck or not path.points or idle >= IDLE:
             status = Status.STALLED
         elif state.iteration >= self.settings.max_iter:
             status = Status.ITERATION_LIMIT
-        least = math.inf
-        if invisible:
-            least = look.decrement if halved else state.invisible
         return replace(look, invisible=least, idle=idle, status=status)
 
     def advance(self, state: State, look: _Look) -> tuple[State, _Point | None] | None:
@@ -388,13 +395,14 @@ class _Method:
         kind = self.settings.preconditioner
         return Metric.at(sample, self.free, kind, self.regularizer, self.settings.seed)
 
-    def _curvature(self, point: _Point) -> Curvature:
+    def _curvature(self, point: _Point, full: bool) -> Curvature:
         data, output = point.data, point.output
         if self.curvature_data is not self.problem:
             theta, cache = data.theta, self.settings.cache_bytes
             data = Linearised.at(self.curvature_data, self.layer, theta, cache)
             output = OutputMap.at(data, self.regularizer) if self.eliminate else None
-        return Curvature(data, self.regularizer, self.settings.kind, self.free, output)
+        kind: Kind = "full" if full else "gauss-newton"
+        return Curvature(data, self.regularizer, kind, self.free, output)
 
     def _relative(self, decrease: float) -> float:
         return math.sqrt(max(0.0, decrease) / (self.energy or 1.0))

@@ -1,6 +1,7 @@
 """Newtention fits attention layers by second-order optimisation."""
 
 from newtention.api import Options, solve, solve_many
+from newtention.certify import Basin, Certificate, certify
 from newtention.compression import keep_heads, truncate
 from newtention.functions import (
     DerivativeReport,
@@ -27,7 +28,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AttentionProblem",
+    "Basin",
     "BilinearAttention",
+    "Certificate",
     "CurvatureOperator",
     "DerivativeReport",
     "FactoredAttention",
@@ -47,6 +50,7 @@ __all__ = [
     "Status",
     "TokenWeights",
     "attention_weights",
+    "certify",
     "check_derivatives",
     "gradient",
     "hessian",

@@ -29,6 +29,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from newtention import drawing, plots
+from newtention.certify.certificate import Certificate, rounded_down, rounded_up
 from newtention.diagnostics import (
     QueryErrors,
     as_array,
@@ -61,6 +62,7 @@ def write_report(
     *,
     title: str,
     provenance: Mapping[str, Any] | None = None,
+    certificate: Certificate | None = None,
 ) -> None:
     """Write the report of a fit as one HTML file.
 
@@ -71,6 +73,7 @@ def write_report(
         title: heading of the report.
         provenance: where the data came from, versions, settings: names and values, one level of
             nesting allowed.
+        certificate: what is proved about the solution's weights for this problem.
 
     Raises:
         ValueError: a stack of problems.
@@ -82,6 +85,10 @@ def write_report(
     template = resources.files("newtention").joinpath("templates/report.html.j2")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.filters["number"] = number
+    environment.filters["finite"] = math.isfinite
+    environment.filters["power"] = _power
+    environment.filters["at_most"] = _at_most
+    environment.filters["at_least"] = _at_least
     environment.lstrip_blocks = True
     tokens = QueryErrors(problem, solution)
     page = environment.from_string(template.read_text(encoding="utf-8")).render(
@@ -101,6 +108,7 @@ def write_report(
         singular=_singular(solution),
         starts=_starts(solution),
         provenance=_provenance(provenance or {}),
+        certificate=certificate,
     )
     Path(path).write_text(page, encoding="utf-8")
 
@@ -116,6 +124,19 @@ def write_picture(path: str | Path, problem: AttentionProblem, solution: Solutio
     before, after = (_maps(problem, layer, i)[0] for layer in (solution.start, solution.layer))
     figure = plots.overview(solution, before, after)
     figure.savefig(path, dpi=1200 / drawing.WIDE, metadata={"Software": None})
+
+
+def _at_most(bound: float) -> str:
+    return number(rounded_up(bound))
+
+
+def _at_least(bound: float) -> str:
+    return number(rounded_down(bound))
+
+
+def _power(log10: float) -> Markup:
+    """A power of ten that may be beyond any float."""
+    return Markup("10<sup>{}</sup>").format(number(log10, 4))
 
 
 def _svg(figure: Figure, name: str, label: str) -> Markup:

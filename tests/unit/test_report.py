@@ -15,6 +15,7 @@ from newtention import plots
 from newtention.diagnostics import QueryErrors, query_key_and_value_maps, zero_level
 from newtention.drawing import number
 from newtention.report import write_picture, write_report
+from tests.certificates import ESTIMATED, GLOBAL, LOCAL, NOTHING
 
 VOID = {"meta", "br", "img", "link", "hr", "input"}
 HOSTILE = "<script>alert('x')</script> & \"quotes\" {{ 7 * 7 }}"
@@ -82,9 +83,11 @@ def fitted():
     return problem, nt.solve(problem, n_init=3)
 
 
-def report(tmp_path, problem, solution, title="A fit", provenance=None):
+def report(tmp_path, problem, solution, title="A fit", provenance=None, certificate=None):
     path = tmp_path / "report.html"
-    write_report(path, problem, solution, title=title, provenance=provenance)
+    write_report(
+        path, problem, solution, title=title, provenance=provenance, certificate=certificate
+    )
     text = path.read_text(encoding="utf-8")
     return text, Page(text)
 
@@ -144,6 +147,112 @@ def test_report_refuses_a_stack(tmp_path, fitted):
             solution,
             title="x",
         )
+
+
+@pytest.fixture(scope="module")
+def quick(fitted):
+    """A run whose report is made in no time."""
+    problem, solution = fitted
+    return problem, replace(solution, history=nt.History(), start_losses=())
+
+
+def section(page):
+    """Words of the section on the certificate."""
+    words = re.sub(r"\s+", " ", " ".join(page.text))
+    return words.partition(" Certificate ")[2].partition("This file is complete")[0]
+
+
+def test_no_certificate_no_section(tmp_path, quick):
+    assert section(report(tmp_path, *quick)[1]) == ""
+
+
+def test_certificate_of_a_local_minimum(tmp_path, quick):
+    words = section(report(tmp_path, *quick, certificate=LOCAL)[1])
+    assert "Local minimum: proved. Within a distance of 3.25×10⁻¹¹ of these weights" in words
+    assert "Global minimum: not certified." in words
+    shown = {
+        "Distance": "3.25×10⁻¹¹",
+        "Alone within": "0.0421",
+        "Smallest eigenvalue": "0.0875",
+        "The same from blocks": "−4.5",
+        "Gradient": "6.50×10⁻¹³",
+        "Newton step": "3.13×10⁻¹¹",
+        "Change of curvature": "952",
+        "Kantorovich’s h": "2.75×10⁻⁷",
+        "Basin of Newton steps": "1.50×10⁻⁴",
+        "Certifying ridge": "1920",
+        "Flat directions": "3",
+    }
+    for name, value in shown.items():
+        assert f" {name} {value} " in words
+    assert " Within 0.0625 of these weights the Hessian changes" in words
+    assert "2.50×10⁵ The same, by radii and the residual’s Jacobian" in words
+    assert "10 3709 The same, composed as in the paper’s" in words
+    assert "10 17.25 The paper’s threshold" in words
+    assert "a proved lower bound. If it is positive" in words
+    assert "7 steps reach 10⁻⁸ of the first error. These weights are proved to lie inside." in words
+    assert "leave the loss as it is: shift of the keys." in words
+    assert f" What stands in the way {LOCAL.reasons[0]} " in words
+
+
+def test_certificate_of_the_global_minimum(tmp_path, quick):
+    words = section(report(tmp_path, *quick, certificate=GLOBAL)[1])
+    assert "Local minimum: proved." in words
+    assert "Global minimum: proved. The loss has no other stationary point" in words
+    assert "decisive quantities beyond float64" in words
+    for absent in ("Alone within", "flat", "What stands in the way", "∞"):
+        assert absent not in words
+
+
+@pytest.mark.parametrize("certificate", [NOTHING, ESTIMATED])
+def test_certificate_that_proves_nothing(tmp_path, quick, certificate):
+    _, page = report(tmp_path, *quick, certificate=certificate)
+    words = section(page)
+    assert f"Local minimum: {certificate.local_minimum}. " in words
+    for reason in certificate.reasons:
+        assert reason in words
+    for absent in ("Distance", "Alone within", "exactly one", "∞", "undefined", "proved lower"):
+        assert absent not in words
+
+
+def test_certified_bounds_are_rounded_outward(tmp_path, quick):
+    """To nearest they would claim more than is proved."""
+    certificate = replace(
+        LOCAL,
+        distance=1.2341e-9,
+        uniqueness_radius=0.98765,
+        smallest_eigenvalue=0.056789,
+        block_eigenvalue=-1.2341,
+        gradient=0.10001,
+        lipschitz=12341.0,
+        kantorovich=0.49999,
+        certifying_ridge=123.4,
+    )
+    words = section(report(tmp_path, *quick, certificate=certificate)[1])
+    for name, value in {
+        "Distance": "1.24×10⁻⁹",
+        "Alone within": "0.987",
+        "Smallest eigenvalue": "0.0567",
+        "The same from blocks": "−1.24",
+        "Gradient": "0.101",
+        "Change of curvature": "12400",
+        "Kantorovich’s h": "0.5",
+        "Certifying ridge": "124",
+    }.items():
+        assert f" {name} {value} " in words
+
+
+def test_certificate_is_escaped(tmp_path, quick):
+    hostile = replace(
+        LOCAL,
+        lipschitz_level=HOSTILE,
+        lipschitz_levels={HOSTILE + "2": 1.0},
+        flat=(replace(LOCAL.flat[0], name=HOSTILE),),
+        reasons=(HOSTILE,),
+    )
+    text, page = report(tmp_path, *quick, certificate=hostile)
+    assert "<script" not in text
+    assert section(page).count(HOSTILE) == 4
 
 
 def cases():

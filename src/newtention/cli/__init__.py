@@ -1,1 +1,1 @@
-"""The command line: `newtention fit`, `predict`, `report`, `examples`."""
+"""The command line: `newtention fit`, `predict`, `certify`, `report`, `examples`."""

@@ -3,7 +3,7 @@
 0  converged, or done
 1  a bug in Newtention
 2  bad input, or refused
-3  a usable result that has not converged (limits, stalled, Ctrl-C)
+3  a usable result that has not converged (limits, stalled, Ctrl-C), or lacks a proof asked for
 130  interrupted before there was a result
 """
 
@@ -21,6 +21,7 @@ from typing import Annotated, Any
 
 import typer
 
+from newtention.cli.certify import certify
 from newtention.cli.examples import examples
 from newtention.cli.fit import fit
 from newtention.cli.predict import predict
@@ -36,11 +37,13 @@ _OPTIONS = (
     (r"Rotary\(base=\)", "--rope-base"),
     (r"Options\(cache_bytes=(\d+)\)", r"--cache-bytes \1"),
     (r"Options\((freeze|heads|ranks|patience)=\)", r"--\1"),
-    (r"^((?:[^:]+: )?)(heads|ranks|tol|scale) must", r"\1--\2 must"),
+    (r"^((?:[^:]+: )?)(heads|ranks|tol|scale|epsilon|accuracy) must", r"\1--\2 must"),
     (r"\bkv_heads=(\d+)", r"--kv-heads \1"),
     (r"\bheads=\.", "--layer-heads."),
     (r"\bprefix='", "--layer-prefix '"),
     (r"\bn_init up to", "--n-init up to"),
+    (r"\b(precise|unfolding)=True", r"--\1"),
+    (r"\bunfolding=False", "--no-unfolding"),
 )
 """How messages of the library name what here are options."""
 
@@ -57,6 +60,7 @@ app = typer.Typer(
 )
 app.command("fit", no_args_is_help=True)(fit)
 app.command("predict", no_args_is_help=True)(predict)
+app.command("certify", no_args_is_help=True)(certify)
 app.command("report", no_args_is_help=True)(report)
 app.command("examples")(examples)
 
@@ -71,8 +75,8 @@ def _show_version(value: bool) -> bool:
 
 
 @app.callback(
-    epilog="Exit status: 0 converged or done; 3 a usable result that has not converged; "
-    "2 bad input or a refusal; 1 a bug in Newtention."
+    epilog="Exit status: 0 converged or done; 3 a usable result that has not converged, or lacks a "
+    "proof asked for; 2 bad input or a refusal; 1 a bug in Newtention."
 )
 def _root(
     version: Annotated[

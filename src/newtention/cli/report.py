@@ -10,8 +10,8 @@ import typer
 
 from newtention.cli.options import ResultFolder
 from newtention.cli.progress import busy
-from newtention.cli.terminal import ReportFailedError, say
-from newtention.io import load_result
+from newtention.cli.terminal import ReportFailedError, complain, say
+from newtention.io import load_result, read_certificate
 from newtention.problem import AttentionProblem
 from newtention.solution import Solution
 
@@ -25,7 +25,8 @@ def report(
 ) -> None:
     """Rebuild report.html in a result folder.
 
-    The data are read again from where the fit found them, and must not have changed.
+    The data are read again from where the fit found them, and must not have changed.  A certificate
+    of newtention certify is shown if it belongs to this fit.
 
     [bold]Examples[/bold]
 
@@ -44,6 +45,9 @@ def make_report(
 ) -> Path:
     """Write report.html into the folder and return its path; an old one stays if this fails.
 
+    A certificate in the folder is shown unless it is damaged or of another fit; then a warning
+    says so.
+
     Raises:
         OSError: it cannot be written.
         ReportFailedError: anything else; the inputs are known to be good.
@@ -51,13 +55,23 @@ def make_report(
     # matplotlib takes a second to import; only this command and fit need it.
     from newtention.report import write_report
 
+    try:
+        certificate = read_certificate(folder, document)
+    except ValueError as error:
+        complain(f"Warning: the report shows no certificate: {error}")
+        certificate = None
     path = folder / "report.html"
     temporary = folder / f".newtention-{os.getpid()}-report.html"
     name = document["provenance"]["source"]
     title = name if name.startswith("example:") else Path(name).name
     try:
         write_report(
-            temporary, problem, solution, title=title, provenance=provenance_rows(document)
+            temporary,
+            problem,
+            solution,
+            title=title,
+            provenance=provenance_rows(document),
+            certificate=certificate,
         )
         os.replace(temporary, path)
     except Exception as error:

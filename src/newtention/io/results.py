@@ -5,6 +5,7 @@
     reference.safetensors the layer that a Proximity penalty is centred at, where there is one
     result.json           everything else; written last, so that its presence means a complete fit
     report.html           derived from the others
+    certificate.json      what was proved about the weights; see `certificates`
 
 Files are written beside their final names and moved into place.  result.json holds the hashes of
 the layers, so that a mixture of two fits cannot pass for one.
@@ -42,7 +43,8 @@ RESULT = "result.json"
 WEIGHTS = "weights.safetensors"
 START = "start.safetensors"
 REFERENCE = "reference.safetensors"
-DERIVED = ("report.html", "predictions.safetensors")
+CERTIFICATE = "certificate.json"
+DERIVED = ("report.html", "predictions.safetensors", CERTIFICATE)
 """What other commands make from a result; out of date once it is replaced."""
 
 

@@ -1,0 +1,1 @@
+"""Theorems about attention regression, one per function: bare tensors in, bare tensors out."""

@@ -38,18 +38,15 @@ def score_gradient(
     do: Float[Tensor, "o s #h n p"],
 ) -> Float[Tensor, "o s h n m"]:
     """dS = P o (do v^T - rowsum(do o o)): the loss gradient in the logits, given the one in o."""
-    dS = do @ v.mT
-    dS -= (do * o).sum(-1, keepdim=True)
-    dS *= P
-    return dS
+    return _shifted(do, v, (do * o).sum(-1, keepdim=True)).mul_(P)
 
 
 def weights_tangent(
-    P: Float[Tensor, "o s h n m"], dS: Float[Tensor, "o s h n m"]
+    P: Float[Tensor, "o s h n m"], S_t: Float[Tensor, "o s h n m"]
 ) -> Float[Tensor, "o s h n m"]:
-    """P' = P o S' - P rowsum(P o S'): the attention weights' tangent along a logit tangent."""
-    PdS = P * dS
-    return PdS.addcmul_(P, PdS.sum(-1, keepdim=True), value=-1)
+    """P' = P o S' - P rowsum(P o S'): the attention weights' tangent, in the place of S'."""
+    S_t *= P
+    return S_t.addcmul_(P, S_t.sum(-1, keepdim=True), value=-1)
 
 
 def score_gradient_tangent(
@@ -61,14 +58,21 @@ def score_gradient_tangent(
     o_t: Float[Tensor, "o s h n p"],
     do: Float[Tensor, "o s #h n p"],
     do_t: Float[Tensor, "o s #h n p"],
-) -> Float[Tensor, "o s h n m"]:
-    """The tangent of `score_gradient`; arguments ending in _t are their namesakes' tangents."""
+) -> tuple[Float[Tensor, "o s h n m"], Float[Tensor, "o s h n m"]]:
+    """`score_gradient` and its tangent; arguments ending in _t are their namesakes' tangents."""
     rho = (do * o).sum(-1, keepdim=True)
     rho_t = (do_t * o + do * o_t).sum(-1, keepdim=True)
-    dS_t = do_t @ v.mT
-    dS_t += do @ v_t.mT
-    dS_t -= rho_t
-    dS_t *= P
-    D = do @ v.mT
-    D -= rho
-    return dS_t.addcmul_(P_t, D)
+    D = _shifted(do, v, rho)
+    both = torch.cat([do_t.expand_as(o), do.expand_as(o)], -1)
+    dS_t = _shifted(both, torch.cat([v, v_t], -1), rho_t).mul_(P).addcmul_(P_t, D)
+    return D.mul_(P), dS_t
+
+
+def _shifted(
+    left: Float[Tensor, "o s #h n p"],
+    right: Float[Tensor, "o s h m p"],
+    shift: Float[Tensor, "o s h n 1"],
+) -> Float[Tensor, "o s h n m"]:
+    """left right^T - shift as one product, without a pass over its result."""
+    left = torch.cat([left.expand(*shift.shape[:-1], -1), -shift], -1)
+    return left @ torch.cat([right, right.new_ones(*right.shape[:-1], 1)], -1).mT

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from newtention.attention import score_gradient, score_gradient_tangent, weights_tangent
+from newtention.attention import score_gradient_tangent, weights_tangent
 from newtention.derivatives.gradient import backward
 from newtention.derivatives.linearised import Linearised
 from newtention.derivatives.penalty import penalty
@@ -75,11 +75,11 @@ def _tangent(
     q, k, v = at.heads
     assert k is not None
     heads_t = layer.qkv_tangent(at.tile, direction)
-    S_t = heads_t.q @ k.mT
-    if heads_t.k is not None:
-        S_t += q @ heads_t.k.mT
+    if heads_t.k is None:
+        S_t = heads_t.q @ k.mT
+    else:
+        S_t = torch.cat([heads_t.q, q], -1) @ torch.cat([k, heads_t.k], -1).mT
     P_t = weights_tangent(at.P, S_t)
-    del S_t
     O_t = P_t @ v + at.P @ heads_t.v
     F_t = layer.mix_tangent(at.tile, theta, direction, at.O, O_t)
     return heads_t, P_t, O_t, F_t * at.tile.weight[..., None]
@@ -105,10 +105,9 @@ def _hessian_tile(
     cross = layer.mix_cross(at.tile, direction, R)
     if cross is not None:
         dO_t = dO_t + cross
-    dS_t = score_gradient_tangent(at.P, P_t, v, v_t, at.O, O_t, dO, dO_t)
+    dS, dS_t = score_gradient_tangent(at.P, P_t, v, v_t, at.O, O_t, dO, dO_t)
     dq_t, dk_t = dS_t @ k, None
     if k_t is not None:
-        dS = score_gradient(at.P, v, at.O, dO)
         dq_t = dq_t + dS @ k_t
         dk_t = dS_t.mT @ q + dS.mT @ q_t
     dv_t = P_t.mT @ dO + at.P.mT @ dO_t

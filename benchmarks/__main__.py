@@ -17,6 +17,7 @@ from pathlib import Path
 
 from benchmarks import (
     batch,
+    certificates,
     charts,
     choices,
     environment,
@@ -38,6 +39,7 @@ BENCHMARKS = {
     "preconditioners": preconditioners,
     "batch": batch,
     "symmetric": symmetric,
+    "certificates": certificates,
     "choices": choices,
 }
 

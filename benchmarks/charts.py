@@ -7,7 +7,7 @@ from collections.abc import Callable
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks import batch, planted, symmetric
+from benchmarks import batch, certificates, planted, symmetric
 
 OURS = "#c0392b"
 OTHERS = ("#2c3e50", "#2980b9", "#16a085", "#8e44ad", "#7f8c8d")
@@ -208,6 +208,34 @@ def preconditioners_chart(data: dict) -> Figure:
     return figure
 
 
+def certificates_chart(data: dict) -> Figure:
+    """Each level over the largest third derivative found, a group of bars for each problem."""
+    figure, axes = _figure("Lipschitz constants of the Hessian over what a search finds", 9.0, 4.6)
+    cases = data["summary"]
+    width = 0.8 / len(certificates.LEVELS)
+    for i, (level, colour) in enumerate(
+        zip(certificates.LEVELS, (*reversed(OTHERS[:3]), OURS), strict=True)
+    ):
+        known = [
+            (x, case["over_measured"][level])
+            for x, case in enumerate(cases)
+            if case["over_measured"][level] is not None
+        ]
+        axes.bar(
+            [x + (i - 1.5) * width for x, _ in known],
+            [value for _, value in known],
+            width,
+            color=colour,
+            label=level,
+        )
+    labels = [f"d {c['d']}\n{c['tokens']}\nnoise {c['noise']:g}" for c in cases]
+    axes.set_xticks(range(len(cases)), labels, fontsize=7)
+    axes.set(yscale="log", ylabel="times the largest found (median over seeds)")
+    axes.axhline(1.0, color=FAINT)
+    axes.legend(frameon=False)
+    return figure
+
+
 CHARTS: dict[str, Callable[[dict], Figure]] = {
     "hessian": hessian_chart,
     "planted": planted_chart,
@@ -217,4 +245,5 @@ CHARTS: dict[str, Callable[[dict], Figure]] = {
     "products": products_chart,
     "layer": layer_chart,
     "preconditioners": preconditioners_chart,
+    "certificates": certificates_chart,
 }

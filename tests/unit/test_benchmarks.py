@@ -16,6 +16,7 @@ KEYS = {
     "symmetric": {"cases"},
     "products": {"n", "d", "cost", "sequences", "length", "fixed_length"},
     "preconditioners": {"budgets", "cases"},
+    "certificates": {"gtol", "threads", "summary", "cost", "problems"},
 }
 
 

@@ -6,6 +6,7 @@ Every domination check is one function, `require_dominated`, which a wrong const
 import math
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 
@@ -41,6 +42,7 @@ from newtention.bounds.unfolding import (
     unfolding_error,
     unfolding_gram,
     unfolding_norm,
+    whitened_gram,
 )
 from newtention.layers import Bilinear, evaluate
 from tests.cases import CASES
@@ -750,3 +752,29 @@ def test_error_of_the_unfolding():
         )
         bound = unfolding_error(point.rows, point.statistics, point.Y_norms, Y.shape[-1], error)
         require_dominated("error", float(torch.linalg.matrix_norm(T - T_wrong, 2)), bound)
+
+
+@pytest.mark.parametrize("stretch", [1e2, 1e4, 1e5])
+def test_whitening_along_soft_directions_keeps_its_digits(stretch):
+    """Large entries of T and W that cancel: the rounding is a share of slices, not of squares."""
+    point = planted_point("clustered")
+    (t,), Y = point.tiles, point.Y
+    soft = torch.nn.functional.normalize(torch.ones(t.A2.shape[-1], dtype=F64), dim=0)
+    # Keys with hardly any component along `soft`, which W stretches.
+    t = t._replace(A2=t.A2 - (1 - 1 / stretch) * (t.A2 @ soft)[..., None] * soft)
+    rows = cumulants_of([t], Y)
+    h, d1, d2 = len(Y), t.A1.shape[-1], len(soft)
+    W = torch.eye(h * d1 * d2 + Y.numel(), dtype=F64)
+    nx = h * d1 * d2
+    one = torch.eye(d2, dtype=F64) + (stretch - 1) * soft[:, None] * soft
+    W[:nx, :nx] = torch.kron(torch.eye(h * d1, dtype=F64), one)
+    gram, slices = whitened_gram(rows, W)
+    found = math.sqrt(float(torch.linalg.eigvalsh(gram)[-1]))
+    # From the same slices in extended precision.
+    T = hessian_derivative(rows, W.mT.contiguous()).numpy().astype(np.longdouble)
+    w = W.numpy().astype(np.longdouble)
+    exact = np.einsum("ai,kij,jb->akb", w.T, T, w).reshape(len(w), -1).astype(float)
+    rounding = 2.0**-53 * 2 * len(W) * float(W.norm()) ** 2 * slices
+    # Errors are nearly independent, so far below the bound; of squares they would be 1000 times it.
+    assert abs(found - np.linalg.norm(exact, 2)) <= 1e-4 * rounding + 1e-12 * found
+    assert rounding < 1e-3 * found

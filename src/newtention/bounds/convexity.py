@@ -43,6 +43,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from newtention.bounds.balls import norms_upper
+
 SECOND_CUMULANT = 4 / (3 * math.sqrt(3)) * (1 + 2**-51)
 """K = max E|t^2 - s| over variables in [-1, 1], t = x - E x, s = E t^2.
 
@@ -133,7 +135,7 @@ def global_sizes(
     sqrt(h) m3_j ||z||, whence h sum_j q_j m3_j^2: attained in the limit when every row may attend
     to one token that is the longest of all.
     """
-    root, target = weight.sqrt(), B.norm(dim=1)
+    root, target = weight.sqrt(), norms_upper(B)
 
     def norm_squared(factor: Tensor, M: Tensor) -> float:
         """Upper bound of ||diag(factor) M||_2^2.

@@ -36,8 +36,8 @@ class NewtonKantorovich(NamedTuple):
     certified: whether anything is; `reason` says why not, in a sentence.
     h: M eta / lambda, below 1/2 if certified.
     distance: upper bound of ||x* - x0||; infinite if not certified.
-    uniqueness: x* is the only stationary point in the open ball of this radius, and in the closed
-        ball of radius `distance`; 0 if not certified.
+    uniqueness: x* is the only stationary point in the open ball of this radius and, unless
+        whitened, in the closed ball of radius `distance`; 0 if not certified.
     curvature: lower bound of lambda_min(H(x*)), positive: a strict local minimum.
     delta: radius of the ball for which h, distance and curvature hold; the last one tried if none.
     M: the Lipschitz constant on that ball.
@@ -119,8 +119,8 @@ def whitened_newton_kantorovich(
         evaluations: how often `lipschitz` may be called.
 
     `distance`, `uniqueness` and `curvature` are in the variable x: ||x - x0|| <= norm ||s||,
-    ||s|| <= inverse_norm ||x - x0||, and W^T H(x*) W >= c I gives H(x*) >= c / norm^2.  h, delta
-    and M are in s.
+    ||s|| <= inverse_norm ||x - x0||, and W^T H(x*) W >= c I gives H(x*) >= c / norm^2.  The ball of
+    s becomes an ellipsoid, so `uniqueness` may be less than `distance`.  h, delta and M are in s.
     """
     found = newton_kantorovich(lam, eta, lipschitz, evaluations)
     if not found.certified:

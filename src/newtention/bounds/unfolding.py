@@ -119,12 +119,7 @@ def unfolding_gram(
     N = nx + ny
     G = rows.a1.new_zeros(N, N)
     if whitening is not None:
-        S = whitening @ whitening.mT
-        for _, T in _slices(rows, whitening.mT):
-            # sum of T S T over the batch, as one product of (N, kN) and (kN, N)
-            left = (T @ S).transpose(0, 1).flatten(1)
-            G += left @ T.flatten(0, 1)
-        return whitening.mT @ G @ whitening
+        return whitened_gram(rows, whitening)[0]
     yy = rows.a1.new_zeros(nx, ny * ny)
     basis = torch.eye(nx, N, dtype=G.dtype, device=G.device)
     for start, T in _slices(rows, basis):
@@ -138,6 +133,26 @@ def unfolding_gram(
     G[:nx, :nx] += yy @ yy.mT
     G[nx:, :nx] = G[:nx, nx:].mT
     return G
+
+
+def whitened_gram(
+    rows: RowCumulants, whitening: Float[Tensor, "N r"]
+) -> tuple[Float[Tensor, "r r"], float]:
+    """`unfolding_gram` in the variables xi, x = x0 + W xi, and the norm of the slices T w_k.
+
+    Slices are whitened before they are squared.  Where large entries of T and W cancel, rounding
+    then disturbs the result by u || T || ||W||^3, and not by the square root of u.
+
+    Returns:
+        G, and (sum_k || T w_k ||_F^2)^(1/2) as computed, w_k the columns of W.
+    """
+    r = whitening.shape[1]
+    G, square = whitening.new_zeros(r, r), 0.0
+    for _, T in _slices(rows, whitening.mT):
+        square += float(T.square().sum())
+        flat = (whitening.mT @ (T @ whitening)).transpose(0, 1).flatten(1)
+        G += flat @ flat.mT
+    return G, math.sqrt(square)
 
 
 def _slices(
@@ -166,13 +181,27 @@ def unfolding_norm(rows: RowCumulants, whitening: Float[Tensor, "N N"] | None = 
 def unfolding_error(
     rows: Rows, statistics: Statistics, Y_norms: Float[Tensor, " h"], p: int, error: float
 ) -> float:
-    """A bound of || unfold(T computed) - unfold(T) ||_2 for relative errors of the data.
+    """A bound of || unfold(T computed) - unfold(T) ||_F for relative errors of the data.
 
-    Every row's part of T is a sum of products of moments of the shifted tokens, |a2| <= s2 and
-    |a3| <= s3.  With A = s2 ||a_j||, y = max ||Y_h|| and m = m3 + s3, the first three derivatives
-    of r have Frobenius norms of at most small multiples of f1 = y s3 A + m sqrt(p),
-    f2 = y s3 A^2 + s3 A sqrt(p) and f3 = y s3 A^3 + s3 A^2, and relative errors of a small multiple
-    of error.  The multiples, at most 256 for k4, are taken together as 1024.
+    It also bounds the error of the slices T d for |d| = 1, with the rounding of the sums of
+    `hessian_derivative`.
+
+    Proof.  Tokens, shifted, are at most s2 and s3 long; y = max ||Y_h||, A = s2 ||a_j||, eta =
+    size s3 y with size >= ||r_j||.  With e for error, in Frobenius norms, the terms counted that
+    the code adds:
+
+        w    <= m3             error 2 e m3           Q  <= s2 s3          error 4 e s2 s3
+        Rho  <= y s2 s3        error 5 e y s2 s3      K3 <= 2 s3 s2^2      error 16 e s3 s2^2
+        K    <= 2 y s3 s2^2    error 18 e y s3 s2^2   K4 <= 7 eta s2^3     error 200 e eta s2^3
+
+    The first three derivatives of r, the third times r, are at most f1 = y s3 A + m3 sqrt(p),
+    f2 = 2 y s3 A^2 + s3 A sqrt(p) and f3 = size s3 A^2 (7 y A + 2), off by 5 e f1, 9 e f2 and
+    29 e f3.  The terms of H_xx', H_xy' and H_yy' add up to h (10 f1 f2 + 2.5 f3), also where each
+    entry is replaced by its magnitude, so that e may stand for the rounding of the sums as well.
+    With a quarter for products of errors the slices are off by e h (190 f1 f2 + 95 f3).  The Gram
+    matrix takes each entry up to three times instead of once, which is a factor of sqrt(3), and
+    uses slices as symmetric that are so only up to twice that error: sqrt(lambda) + (1 + sqrt 2)
+    times it.  In all 5.  Infinite where e is beyond 1/128, so that the quarter would not do.
 
     Args:
         rows: radii, weights and residuals of the rows.
@@ -180,16 +209,18 @@ def unfolding_error(
         Y_norms: spectral norms of Y_h.
         p: width of the outputs.
         error: see `newtention.bounds.lipschitz.lipschitz_covariances`; gamma of the number of rows
-            has to be added for the sum over them.
+            and widths has to be added for the sums over them.
     """
+    if not error <= 1 / 128:
+        return math.inf
     y, root = float(Y_norms.max()), math.sqrt(p)
     s3, A = statistics.size3, statistics.size2 * statistics.a1.norm(dim=1)
-    f1 = y * s3 * A + (rows.m3 + s3) * root
-    f2 = (y * s3 * A + s3 * root) * A
-    f3 = (y * A + 1) * s3 * A**2
-    residual = rows.residual + rows.m3 * float(Y_norms.sum())
-    total = float((rows.weight * (f1 * f2 + residual * f3)).sum())
-    return 1024 * len(Y_norms) * error * total
+    f1 = y * s3 * A + rows.m3 * root
+    f2 = (2 * y * s3 * A + s3 * root) * A
+    size = rows.residual + rows.m3 * float(Y_norms.sum())
+    f3 = size * s3 * A**2 * (7 * y * A + 2)
+    total = float((rows.weight * (1000 * f1 * f2 + 500 * f3)).sum())
+    return len(Y_norms) * error * total
 
 
 def lipschitz_unfolding(norm: float, fourth: float, delta: float) -> float:

@@ -42,6 +42,8 @@ class Flat:
 class Basin:
     """Where approximate Newton steps are proved to contract (the paper's Section 14, corrected).
 
+    With flat directions all of it is about steps in the others.
+
     epsilon: accuracy of the approximate Hessians, (1 - epsilon) H <= H~ <= (1 + epsilon) H.
     curvature, lipschitz: the paper's l and M, on the ball that holds the basin.
     radius: of the basin, in the norm of the Hessian at the solution.
@@ -64,24 +66,27 @@ class Basin:
 class Certificate:
     """The outcome of `newtention.certify`.
 
-    local_minimum: "proved": within `distance` of the point lies exactly one exact stationary point,
-        a strict local minimum (of the loss restricted to the complement of `flat`, if there are
-        flat directions).  "estimated": the smallest eigenvalue is positive by an estimate only.
+    local_minimum: "proved": within `distance` of the point lies an exact stationary point, a strict
+        local minimum; if there are flat directions, of the loss on the plane through the point that
+        leaves them out.  "estimated": the smallest eigenvalue is positive by an estimate only.
     global_minimum: "proved": the loss has exactly one stationary point, its global minimum.
     distance: proved bound on the Euclidean distance of (X, Y) to it; infinite if nothing is proved.
-    uniqueness_radius: it is the only stationary point this near; 0 if nothing is proved.
-    smallest_eigenvalue: of the Hessian at the point, a lower bound if `eigenvalue_proved`.
+    uniqueness_radius: no other stationary point is this near; 0 if nothing is proved.  It may be
+        smaller than `distance`, where the proof was led elsewhere or with stretched coordinates.
+    smallest_eigenvalue: of the Hessian at the point, without the flat directions; a lower bound if
+        `eigenvalue_proved`.
     gradient: bound on the gradient's norm.  step: bound on the Newton step's, ||H^-1 g||.
-    kantorovich: h = M ||H^-1 g|| / lambda of the proof, below 1/2 if it succeeds.
+    kantorovich: h = M ||H^-1 g|| / lambda of the proof, below 1/2 if it succeeds; where the point
+        is not near enough, of the one that Newton steps lead to.
     lipschitz, lipschitz_level, lipschitz_radius: proved Lipschitz constant M of the Hessian on the
-        ball of that radius, and which bound gave it; `lipschitz_levels` holds all that were
-        computed on that ball.
+        ball of that radius about the point, and which bound gave it; `lipschitz_levels` holds all
+        that were computed on that ball.
     paper_log10_lipschitz: log10 of the constant composed as in the paper's Sections 8 to 12.
     certifying_ridge: smallest r for which `Ridge(r, r)` is proved to leave one stationary point.
     paper_log10_threshold: log10 of 30 R^8 (Lemma 9.1), to be compared with it.
     block_eigenvalue: lower bound of the smallest eigenvalue from the blocks alone (Lemma 6.1).
     basin: of approximate Newton steps, where a local minimum is proved.
-    flat: invariances found.
+    flat: invariances found, which the tokens satisfy but for their rounding.
     unknowns, relative_loss: of the problem and the point.
     precise: whether decisive quantities were computed beyond float64.
     reasons: what stands in the way, one sentence each.
@@ -116,6 +121,11 @@ class Certificate:
         """Dimensions that invariances take."""
         return sum(f.count for f in self.flat)
 
+    @property
+    def alone(self) -> bool:
+        """Whether the proved minimum is the only stationary point within `distance`."""
+        return self.distance < self.uniqueness_radius
+
     def summary(self) -> str:
         """Sentences that can be quoted."""
         lines = [f"Local minimum: {self.local_minimum}.", f"Global minimum: {self.global_minimum}."]
@@ -125,12 +135,13 @@ class Certificate:
             if self.flat and self.global_minimum != "proved":
                 where = f", among the weights without {self._flat_words()},"
             lines.append(
-                f"Within a distance of {rounded_up(self.distance):.3g} of the weights lies exactly "
-                f"one exact stationary point{where} and it is a strict local minimum."
+                f"Within a distance of {rounded_up(self.distance):.3g} of the weights lies "
+                f"{'exactly one' if self.alone else 'an'} exact stationary point{where} and it is "
+                "a strict local minimum."
             )
         if self.global_minimum == "proved":
             lines.append("It is the only stationary point of the loss: the global minimum.")
-        elif proved and self.uniqueness_radius < math.inf:
+        elif proved and 0 < self.uniqueness_radius < math.inf:
             lines.append(f"There is no other within {rounded_down(self.uniqueness_radius):.3g}.")
         smallest = f"about {self.smallest_eigenvalue:.3g} (an estimate)"
         if self.eigenvalue_proved:

@@ -24,6 +24,8 @@ from newtention.problem import AttentionProblem
 from newtention.spectra import spectrum
 from newtention.weights import Point, Weights, as_weights
 
+NEAR = 0.01
+"""||gradient|| / (smallest eigenvalue), relative to the weights, up to which a minimum is near."""
 HESSIANS = 6
 """Matrices of the Hessian's size that a proof holds at a time, in multiples of one evaluation."""
 
@@ -70,8 +72,10 @@ def certify(
     if obstacle is not None:
         return _estimated(problem, w, X, Y, obstacle)
     assert isinstance(w.layer, Bilinear)
-    point = evaluate_point(problem, w.layer, w.theta, precise)
     data = data_in_double(problem)
+    # Not rounded to the data's type: the distance is from the weights as given.
+    theta = as_weights(data, X, Y).theta
+    point = evaluate_point(problem, w.layer, theta, precise)
     flat = flat_space(problem, data, w.layer, point.penalty_hessian)
     local = prove_local(problem, data, point, flat, unfolding)
     overall = prove_global(problem, data, point)
@@ -92,7 +96,8 @@ def _composed(
 ) -> Certificate:
     found = local.found
     radius = _radius(local)
-    lipschitz = local.bounds.at(radius)
+    # The ball about the given point lies in this one about the centre.
+    lipschitz = local.bounds.at(upward(radius + local.moved, 2))
     proved = found.certified or overall.proved
     reasons = _reasons(point, flat, local, overall, paper)
     verdict: Verdict = "proved" if proved else "not certified"
@@ -124,7 +129,7 @@ def _composed(
 
 
 def _radius(local: LocalProof) -> float:
-    """Of the ball about the centre for which the Lipschitz constants are reported."""
+    """Of the ball about the given point for which the Lipschitz constants are reported."""
     radius = local.distance if local.found.certified else local.step
     return radius if math.isfinite(radius) else 0.0
 
@@ -140,7 +145,7 @@ def _reasons(
     if flat.names:
         count = sum(f.count for f in flat.names)
         reasons.append(
-            f"{count} of {point.layer.size} directions change no output ("
+            f"{count} of {point.layer.size} directions are flat but for the tokens' rounding ("
             + "; ".join(f"{f.name}: {f.count}" for f in flat.names)
             + "): the local statement is about the others. A ridge would leave none."
         )
@@ -200,9 +205,17 @@ def _estimated(
     layer = w.layer
     flat = loss_and_gradient(problem, layer, w.theta)[1]
     smallest = float(spectrum(problem, X, Y, k=1).smallest[0])
+    gradient = float(flat.norm())
     verdict: Verdict = "not certified"
+    reasons = [obstacle]
     if isinstance(layer, Bilinear) and smallest > 0:
-        verdict = "estimated"
+        if gradient <= NEAR * smallest * float(w.theta.norm()):
+            verdict = "estimated"
+        else:
+            reasons.append(
+                f"Not estimated: a gradient of {gradient:.3g} with a curvature of {smallest:.3g} "
+                "leads far away."
+            )
     return Certificate(
         local_minimum=verdict,
         global_minimum="not certified",
@@ -210,7 +223,7 @@ def _estimated(
         uniqueness_radius=0.0,
         smallest_eigenvalue=smallest,
         eigenvalue_proved=False,
-        gradient=float(flat.norm()),
+        gradient=gradient,
         step=math.inf,
         kantorovich=math.inf,
         lipschitz=math.inf,
@@ -226,5 +239,5 @@ def _estimated(
         unknowns=layer.size,
         relative_loss=_relative(problem, float(data_loss(problem, layer, w.theta)[0])),
         precise=False,
-        reasons=(obstacle,),
+        reasons=tuple(reasons),
     )

@@ -5,8 +5,10 @@ is where A2 u is constant over each row's allowed keys.  LayerNorm makes such a 
 x . (1 / gamma) = const.
 *Unused directions.*  Tokens that do not span their space leave parts of X or Y without effect.
 
-A direction counts as flat when the tokens' scatter along it is at most FLAT times the largest (for
-float32 data, whose tokens satisfy such equations to rounding only, the square of that rounding).
+A direction counts as flat when the tokens' root mean square along it is at most EXACT times the
+largest (for float32 data ROUNDINGS of their own units): what may be the rounding that made the
+tokens.  So it is flat but for rounding, and nothing is proved along it: the certificate is about
+the loss on a plane without these directions.
 """
 
 from __future__ import annotations
@@ -24,9 +26,14 @@ from newtention.layers import Bilinear
 from newtention.problem import AttentionProblem
 
 FLAT = 1e-13
-"""Eigenvalues of a scatter matrix below this share of the largest are not told from zero."""
-ROUNDINGS = 64
+"""Eigenvalues of a scatter matrix below this share of the largest are not told from zero: the
+tokens' components along their directions, in which nothing cancels, decide."""
+EXACT = 1e-12
+"""Share of the tokens' size that may be rounding."""
+ROUNDINGS = 8
 """Units of rounding of the data's own dtype by which a LayerNorm's equation may be violated."""
+KEYS = (16 * 2.0**-53) ** 2
+"""Equal keys differ from their mean by so much of their square."""
 
 
 class FlatSpace(NamedTuple):
@@ -36,13 +43,24 @@ class FlatSpace(NamedTuple):
     names: tuple[Flat, ...]
 
 
-class _Scatter(NamedTuple):
-    """Second moments of a problem's tokens: queries, keys about each row's mean, keys, values."""
+class _Directions(NamedTuple):
+    """Directions of the three kinds of tokens, as columns."""
 
-    queries: Float[Tensor, "d1 d1"]
-    within: Float[Tensor, "d2 d2"]
-    keys: Float[Tensor, "d2 d2"]
-    values: Float[Tensor, "d3 d3"]
+    queries: Float[Tensor, "d1 k1"]
+    keys: Float[Tensor, "d2 k2"]
+    values: Float[Tensor, "d3 k3"]
+
+
+class _Scatter(NamedTuple):
+    """Second moments of tokens along directions.
+
+    queries, values; within: keys about each row's mean; keys: about zero.
+    """
+
+    queries: Float[Tensor, "k1 k1"]
+    within: Float[Tensor, "k2 k2"]
+    keys: Float[Tensor, "k2 k2"]
+    values: Float[Tensor, "k3 k3"]
 
 
 def flat_space(
@@ -59,16 +77,26 @@ def flat_space(
         layer: shapes of the weights.
         penalty: Hessian of the regulariser.  What it curves is not flat.
     """
-    exact = ROUNDINGS * torch.finfo(problem.like.dtype).eps
-    share = max(FLAT, exact**2)
-    s = _scatter(data)
-    Q0, Q1 = _split(s.queries, share)
-    K0, K1 = _split(s.keys, share)
-    shift = _split(K1.mT @ s.within @ K1, share)[0]
-    K_shift = K1 @ shift
-    V0 = _split(s.values, share)[0]
-    every = torch.eye(layer.p, dtype=V0.dtype, device=V0.device)
-    rest = torch.eye(layer.d2, dtype=V0.dtype, device=V0.device)
+    exact = max(EXACT, ROUNDINGS * torch.finfo(problem.like.dtype).eps) ** 2
+
+    def eye(d: int) -> Float[Tensor, "d d"]:
+        return torch.eye(d, dtype=torch.float64, device=penalty.device)
+
+    all_ = _Directions(eye(layer.d1), eye(layer.d2), eye(layer.d3))
+    s = _scatter(data, all_)
+    queries, within, keys, values = (_largest(t) for t in s)
+    near = _Directions(
+        _split(s.queries, max(FLAT, exact) * queries)[0],
+        _split(s.within, max(FLAT, exact) * within + KEYS * keys)[0],
+        _split(s.values, max(FLAT, exact) * values)[0],
+    )
+    t = _scatter(data, near)
+    Q0 = near.queries @ _split(t.queries, exact * queries)[0]
+    V0 = near.values @ _split(t.values, exact * values)[0]
+    constant = _split(t.within, exact * within + KEYS * keys)[0]
+    zero, other = _split(constant.mT @ t.keys @ constant, exact * keys)
+    K0, K_shift = near.keys @ constant @ zero, near.keys @ constant @ other
+    Q1, every, rest = complement(Q0), eye(layer.p), eye(layer.d2)
     families = [
         ("softmax shift along keys that are constant, as after LayerNorm", Q1, K_shift, True),
         ("keys that do not span their space", Q1, K0, True),
@@ -77,7 +105,7 @@ def flat_space(
     ]
     bases, names = [penalty.new_zeros(layer.size, 0)], []
     for name, left, right, of_x in families:
-        block = _embedded(torch.kron(left, right), layer, of_x)
+        block = _embedded(_kron(left, right), layer, of_x)
         block = block @ _null(block.mT @ penalty @ block)
         if block.shape[1]:
             bases.append(block)
@@ -90,6 +118,12 @@ def complement(basis: Float[Tensor, "N k"]) -> Float[Tensor, "N r"]:
     return torch.linalg.qr(basis, mode="complete")[0][:, basis.shape[1] :]
 
 
+def _kron(left: Float[Tensor, "a i"], right: Float[Tensor, "b j"]) -> Float[Tensor, "ab ij"]:
+    """torch.kron, which fails for some matrices without columns."""
+    product = left[:, None, :, None] * right[None, :, None, :]
+    return product.reshape(len(left) * len(right), left.shape[1] * right.shape[1])
+
+
 def _embedded(part: Float[Tensor, "k j"], layer: Bilinear, of_x: bool) -> Float[Tensor, "N hj"]:
     """The same directions for every head, in the flat vector."""
     every = torch.block_diag(*[part] * layer.heads)
@@ -97,12 +131,14 @@ def _embedded(part: Float[Tensor, "k j"], layer: Bilinear, of_x: bool) -> Float[
     return torch.cat([every, zeros] if of_x else [zeros, every])
 
 
-def _split(scatter: Float[Tensor, "d d"], share: float) -> tuple[Tensor, Tensor]:
-    """Orthonormal bases of the directions without scatter, and of the others."""
+def _largest(scatter: Float[Tensor, "d d"]) -> float:
+    return max(0.0, float(torch.linalg.eigvalsh(scatter)[-1]))
+
+
+def _split(scatter: Float[Tensor, "d d"], limit: float) -> tuple[Tensor, Tensor]:
+    """Orthonormal bases of the directions with scatter up to the limit, and of the others."""
     values, vectors = torch.linalg.eigh(scatter)
-    largest = values[-1].clamp(min=0) if len(values) else values.sum()
-    flat = values <= share * largest
-    return vectors[:, flat], vectors[:, ~flat]
+    return vectors[:, values <= limit], vectors[:, values > limit]
 
 
 def _null(G: Float[Tensor, "k k"]) -> Float[Tensor, "k j"]:
@@ -113,17 +149,17 @@ def _null(G: Float[Tensor, "k k"]) -> Float[Tensor, "k j"]:
     return vectors[:, values <= FLAT * values[-1]]
 
 
-def _scatter(data: AttentionProblem) -> _Scatter:
-    d1, d2, d3, _ = data.widths
+def _scatter(data: AttentionProblem, along: _Directions) -> _Scatter:
+    k1, k2, k3 = (t.shape[1] for t in along)
     new = data.like.new_zeros
-    s = _Scatter(new(d1, d1), new(d2, d2), new(d2, d2), new(d3, d3))
+    s = _Scatter(new(k1, k1), new(k2, k2), new(k2, k2), new(k3, k3))
     for chunk in data.chunks:
         for tile in chunk.tiles(chunk.A2.shape[2]):
-            _add_tile(s, tile)
+            _add_tile(s, tile, along)
     return s
 
 
-def _add_tile(s: _Scatter, tile: Chunk) -> None:
+def _add_tile(s: _Scatter, tile: Chunk, along: _Directions) -> None:
     """Rows of weight 0 count for nothing; a key counts for each row that may attend to it."""
     counted = real_rows(tile)[0] & (tile.weight[0] != 0)
     A1, A2, A3 = tile.queries[0], tile.A2[0], tile.A3[0]
@@ -137,10 +173,10 @@ def _add_tile(s: _Scatter, tile: Chunk) -> None:
     count = pairs.sum(1)  # s m
     # About the mean of all keys, so that little cancels below.
     centre = (count[..., None] * A2).sum(1, keepdim=True) / count.sum(1).clamp(min=1)[:, None, None]
-    shifted = A2 - centre
+    shifted = (A2 - centre) @ along.keys
     sums = pairs @ shifted  # s n d2
     rows = pairs.sum(-1, keepdim=True).clamp(min=1)
-    queries = A1 * counted[..., None]
+    queries = (A1 @ along.queries) * counted[..., None]
 
     def gram(t: Tensor, weight: Tensor | None = None) -> Tensor:
         left = t if weight is None else t * weight[..., None]
@@ -148,5 +184,5 @@ def _add_tile(s: _Scatter, tile: Chunk) -> None:
 
     s.queries.add_(gram(queries))
     s.within.add_(gram(shifted, count) - gram(sums / rows.sqrt()))
-    s.keys.add_(gram(A2, count))
-    s.values.add_(gram(A3, count))
+    s.keys.add_(gram(A2 @ along.keys, count))
+    s.values.add_(gram(A3 @ along.values, count))

@@ -18,8 +18,19 @@ from newtention.bounds.cumulants import (
 )
 from newtention.bounds.lipschitz import Lipschitz, fourth_derivative, lipschitz_constant
 from newtention.bounds.moments import Rows
-from newtention.bounds.rounding import UNIT, gamma, largest_eigenvalue_upper, upward
-from newtention.bounds.unfolding import cumulants_of, unfolding_error, unfolding_gram
+from newtention.bounds.rounding import (
+    UNIT,
+    gamma,
+    largest_eigenvalue_upper,
+    norm_upper,
+    upward,
+)
+from newtention.bounds.unfolding import (
+    cumulants_of,
+    unfolding_error,
+    unfolding_gram,
+    whitened_gram,
+)
 from newtention.certify.evaluation import PointEvaluation
 from newtention.certify.row_errors import real_rows
 from newtention.chunks import Chunk
@@ -57,7 +68,10 @@ class LipschitzBounds:
         relative = r.residual_error / scale.clamp(min=torch.finfo(scale.dtype).tiny)
         largest = float(torch.maximum(relative, r.weight_error).max())
         keys = max(chunk.A2.shape[2] for chunk in self.data.chunks)
-        return max(LEAST_ERROR, upward(largest, 4)) + gamma(keys + 16)
+        _, d2, d3, p = self.data.widths
+        # Sums over d3 and p see ||Y||_F, at most sqrt(p) times the norm that bounds count.
+        widths = 2 * d2 + math.ceil((d3 + p) * math.sqrt(p))
+        return max(LEAST_ERROR, upward(largest, 4)) + gamma(keys + widths + 16)
 
     def at(self, delta: float) -> Lipschitz:
         """All levels at hand on the ball of radius delta, rounded upward."""
@@ -105,19 +119,25 @@ class LipschitzBounds:
         assert self.statistics is not None
         Y = self.point.layer.unpack(self.point.theta[None])[1][0]
         cumulants = cumulants_of([tile for tile, _ in self._tiles()], Y)
-        gram = unfolding_gram(cumulants, whitening)
-        N, n = self.point.layer.size, len(self.point.rows.rho)
-        # G is a sum of N^2 products; an entry of |G| is at most its trace.
+        layer = self.point.layer
+        N, n = layer.size, len(self.point.rows.rho)
+        sums = n + 2 * layer.heads * (layer.d1 + layer.d2 + layer.d3 + layer.p) + 64
+        wrong = unfolding_error(
+            self.rows, self.statistics, self.point.Y_norms, layer.p, self.error + gamma(sums)
+        )
+        wrong = upward(wrong, n + SUMS)
+        if whitening is None:
+            gram = unfolding_gram(cumulants)
+        else:
+            # Of W^T (T w_k) W, with the errors of the slices and the rounding of both products.
+            gram, slices = whitened_gram(cumulants, whitening)
+            columns = norm_upper(whitening)
+            wrong = wrong * columns * norm**2
+            wrong += gamma(2 * N + 4) * columns**2 * upward(slices, N**3 + 4)
+        # G is a sum of N^2 products; the norm of |G| is at most its trace.
         rounding = upward(gamma(N * N + 4 * N) * float(gram.diagonal().sum()), N)
         square = largest_eigenvalue_upper(0.5 * (gram + gram.mT), rounding)
-        wrong = unfolding_error(
-            self.rows,
-            self.statistics,
-            self.point.Y_norms,
-            self.point.layer.p,
-            self.error + gamma(n),
-        )
-        return upward(math.sqrt(max(square, 0.0)) + upward(wrong, n + SUMS) * norm**3, 8)
+        return upward(math.sqrt(max(square, 0.0)) + wrong, 24)
 
     def _tiles(self) -> Iterator[tuple[Tile, Tensor]]:
         """Query rows with their attention weights, and which of them are real."""

@@ -25,6 +25,7 @@ from newtention.bounds.kantorovich import (
 )
 from newtention.bounds.rounding import (
     UNIT,
+    downward,
     gamma,
     norm_upper,
     smallest_eigenvalue_lower,
@@ -54,9 +55,9 @@ class LocalProof(NamedTuple):
     found: distances are Euclidean ones of (X, Y), from the centre.
     bounds: with all levels that were computed, about the centre.
     moved: distance of the centre from the given point.
-    eigenvalue: lower bound of the smallest eigenvalue at the centre, on the complement of the flat
-        directions; an estimate unless `proved`.
-    step: bound of ||H^-1 g|| at the centre.
+    eigenvalue: lower bound of the smallest eigenvalue at the given point, on the complement of the
+        flat directions; an estimate unless `proved`.
+    step: bound of ||H^-1 g|| at the given point.
     inflation: what a Lipschitz constant in (X, Y) is multiplied by in the variables s.
     """
 
@@ -76,7 +77,8 @@ class LocalProof(NamedTuple):
     @property
     def uniqueness(self) -> float:
         """About the given point."""
-        return max(0.0, self.found.uniqueness - upward(self.moved, 2))
+        left = math.nextafter(self.found.uniqueness - upward(self.moved, 2), -math.inf)
+        return max(0.0, left)
 
 
 class _Coordinates(NamedTuple):
@@ -112,7 +114,7 @@ def prove_local(
     unfolding: True to unfold in any case, False never, None where it is cheap or needed.
     """
     W = complement(flat.basis) if flat.basis.shape[1] else None
-    centre = _centre(point, W)
+    first = centre = _centre(point, W)
     bounds = LipschitzBounds(data, point)
     if not centre.lam > 0:
         at = centre.at.hessian
@@ -121,9 +123,7 @@ def prove_local(
         return LocalProof(found, bounds, 0.0, estimate, False, math.inf, 1.0)
     found = _kantorovich(centre, bounds)
     if not found.certified:
-        centre = _refined(problem, centre, W)
-        bounds = LipschitzBounds(data, centre.point)
-        found = _kantorovich(centre, bounds)
+        centre, bounds, found = _refined(problem, data, centre, W)
     if not found.certified:
         bounds = bounds.with_statistics()
         found = _kantorovich(centre, bounds)
@@ -136,8 +136,12 @@ def prove_local(
         if not found.certified:
             found = _whitened(bounds, centre.at) or found
     moved = norm_upper(centre.point.theta - point.theta)
-    inflation = 1.0 if W is None else upward(centre.at.norm**3, 4)
-    return LocalProof(found, bounds, moved, centre.lam, True, centre.eta, inflation)
+    norm = first.at.norm
+    inflation = 1.0 if W is None else upward(norm**3, 4)
+    # From s to (X, Y): ||W s|| <= norm ||s||.
+    lam = first.lam if W is None else downward(first.lam / upward(norm**2, 2), 2)
+    eta = first.eta if W is None else upward(norm * first.eta, 2)
+    return LocalProof(found, bounds, moved, lam, True, eta, inflation)
 
 
 def _centre(point: PointEvaluation, W: Float[Tensor, "N r"] | None) -> _Centre:
@@ -147,22 +151,27 @@ def _centre(point: PointEvaluation, W: Float[Tensor, "N r"] | None) -> _Centre:
     return _Centre(point, at, lam, eta)
 
 
-def _refined(problem: AttentionProblem, centre: _Centre, W: Float[Tensor, "N r"] | None) -> _Centre:
-    """Where Newton steps with an accurate gradient lead, as long as they get shorter."""
+def _refined(
+    problem: AttentionProblem, data: AttentionProblem, centre: _Centre, W: Tensor | None
+) -> tuple[_Centre, LipschitzBounds, NewtonKantorovich]:
+    """Where Newton steps lead, until the cheap proof succeeds or they stop getting shorter.
+
+    Gradients are evaluated beyond float64: usually it is their rounding that hides the minimum.
+    """
     best = centre
-    at, point = (
-        centre.at,
-        evaluate_point(problem, centre.point.layer, centre.point.theta[None], precise=True),
-    )
+    bounds = LipschitzBounds(data, best.point)
+    found = _kantorovich(best, bounds)
     for _ in range(REFINEMENTS):
-        next_centre = _centre(point, W)
-        if not (next_centre.lam > 0 and next_centre.eta < best.eta):
+        step = torch.linalg.solve(best.at.hessian, best.at.gradient)
+        theta = best.point.theta - (step if W is None else W @ step)
+        trial = _centre(evaluate_point(problem, best.point.layer, theta[None], precise=True), W)
+        if not (trial.lam > 0 and trial.eta < best.eta):
             break
-        best, at = next_centre, next_centre.at
-        step = torch.linalg.solve(at.hessian, at.gradient)
-        theta = point.theta - (step if W is None else W @ step)
-        point = evaluate_point(problem, point.layer, theta[None], precise=True)
-    return best
+        best, bounds = trial, LipschitzBounds(data, trial.point)
+        found = _kantorovich(best, bounds)
+        if found.certified:
+            break
+    return best, bounds, found
 
 
 def _coordinates(point: PointEvaluation, W: Float[Tensor, "N r"] | None) -> _Coordinates:
@@ -253,6 +262,7 @@ def widest_basin(proof: LocalProof, epsilon: float, accuracy: float) -> Basin | 
         delta *= 2
     H = proof.bounds.point.hessian
     largest = float(H.abs().sum(1).max()) * (1 + 1e-9) + proof.bounds.point.hessian_error
-    reach = math.sqrt(largest + proof.bounds.at(distance).value * distance) * distance
+    # From the given point, not from the centre.
+    reach = math.sqrt(largest + proof.bounds.at(distance).value * distance) * proof.distance
     steps = iterations(epsilon, ratio, accuracy)
     return Basin(epsilon, l, best_M, best, FACTOR, accuracy, steps, reach * (1 + 1e-9) <= best)

@@ -175,7 +175,8 @@ def data_errors(
     R, d_R = W * c[:, None], W * (residual + 2.0 * u * c)[:, None] + TINY
 
     # T_k = P_k R.(v_k - O).  lever: sum_k |T'_k - T_k| |a2_k - mu|.  loose: |sum_k T'_k|.
-    inner = gamma(p + 4)
+    # R.O is a rounded sum of p terms and may be a term of a sum of p + 1.
+    inner = gamma(2 * p + 4)
     lever = ((eps + 4.0 * u) * R + d_R) * sA * sV + R * sA * (D + d_out + inner * (V + out)) + tiny
     loose = R * (g + inner) * (V + out) + tiny
     sums = gamma(keys + 2) * R * (sV + D + d_out + inner * (V + out)) * A  # rounding of t = T A2

@@ -249,7 +249,7 @@ def test_time_limits_and_continued(name, whole, tmp_path, monkeypatch):
             seconds += step
             solution = nt.solve(problem, checkpoint=path, max_seconds=seconds, **settings)
             assert all(math.isfinite(r.decrement) for r in solution.history)
-            ended = solution.status is not Status.TIME_LIMIT and seconds > 400
+            ended = solution.status is not Status.TIME_LIMIT and seconds > 150
         require_same(solution, wanted)
     monkeypatch.undo()
 

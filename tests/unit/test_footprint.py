@@ -106,7 +106,7 @@ def full(*case):
     "case",
     [
         ("sentences", 6000, True, 1.0),
-        ("bilinear", 12000, True, 1.0),
+        full("bilinear", 12000, True, 1.0),
         full("sentences", 20000, True, 1.0),
         full("sentences", 12000, False, 0.25),
         full("sentences", 12000, True, 0.25),
@@ -130,7 +130,7 @@ def test_resident_peak(case):
     "case",
     [
         ("sentences", 2000, True, 1.0),
-        ("sentences", 2000, False, 0.25),
+        full("sentences", 2000, False, 0.25),
         ("bilinear", 3000, True, 1.0),
         full("language", 2000, False, 1.0),
         full("wide", 600, False, 1.0),

@@ -28,6 +28,8 @@ ALLOCATOR = 1.2
 library's heap (docs/choices.md)."""
 CG_VECTORS = 6
 """g, x, r, z, p and the last H p are alive while a product is computed."""
+SMALL = 8 << 20
+"""Bytes up to which a generous estimate will do."""
 TILES = 2
 """Tiles that a pass is played on: sums and a previous tile's remains are alive in the second."""
 
@@ -40,9 +42,20 @@ def matrix_free_bytes(
     members: independent problems times starts; they are solved one after another.
     """
     singles = problem.parts or (problem,)
+    estimate = max(_generous_bytes(single, layer, settings) for single in singles)
+    if estimate <= SMALL:  # playing takes longer than such a solve
+        return estimate + WORKSPACE
     weights = 2 * members * layer.size * problem.like.element_size()  # starts and current points
     live, kept = max(_iteration_bytes(single, layer, settings) for single in singles)
     return int(ALLOCATOR * (live - kept + weights) + kept) + WORKSPACE
+
+
+def _generous_bytes(problem: AttentionProblem, layer: Parametrisation, settings: Settings) -> int:
+    """More than small problems take: several evaluations and all vectors at once."""
+    evaluations = evaluation_bytes(problem, layer)
+    kept = evaluations if evaluations <= settings.cache_bytes else 0
+    vectors = CG_VECTORS + 2 * _path_points(settings.max_products) + layer.output_rows
+    return 10 * evaluations + kept + vectors * layer.size * problem.like.element_size()
 
 
 def _iteration_bytes(

@@ -16,7 +16,6 @@ from rich.console import Console
 import newtention as nt
 from newtention.cli import fit as fit_command
 from newtention.cli import report as report_command
-from newtention.cli.main import run
 from newtention.cli.progress import Display, Lines, sparkline
 from newtention.cli.terminal import say
 from newtention.io import load_problem, load_result, open_arrays, read_result, write_result
@@ -39,19 +38,6 @@ def data(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "data.npz"
     np.savez(path, **arrays())
     return path
-
-
-@pytest.fixture
-def newtention(capsys):
-    """Run a command line: (status, stdout, stderr)."""
-
-    def call(*arguments):
-        status = run([str(a) for a in arguments])
-        out, err = capsys.readouterr()
-        assert ("Traceback" in err) == (status == 1), err
-        return status, out, err
-
-    return call
 
 
 @pytest.fixture

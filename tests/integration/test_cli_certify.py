@@ -12,7 +12,6 @@ import torch
 import newtention as nt
 from newtention.certify.certificate import Certificate
 from newtention.cli import certify as command
-from newtention.cli.main import run
 from newtention.io import (
     load_problem,
     load_result,
@@ -31,19 +30,6 @@ def arrays(seed=0):
         targets=rng.normal(size=(20, 2)),
         offsets=np.array([0, 8, 20]),
     )
-
-
-@pytest.fixture
-def newtention(capsys):
-    """Run a command line: (status, stdout, stderr)."""
-
-    def call(*arguments):
-        status = run([str(a) for a in arguments])
-        out, err = capsys.readouterr()
-        assert ("Traceback" in err) == (status == 1), err
-        return status, out, err
-
-    return call
 
 
 @pytest.fixture

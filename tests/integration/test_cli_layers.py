@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 
 import newtention as nt
 from newtention.cli import progress as progress_module
-from newtention.cli.main import run
 from newtention.cli.progress import Display, Lines, Watch, duration
 from newtention.cli.report import provenance_rows
 from newtention.io import ArrayNames, load_problem, load_result, read_result
@@ -55,19 +54,6 @@ def source(tmp_path_factory):
     path = tmp_path_factory.mktemp("source") / "source.npz"
     np.savez(path, **arrays(), **weights())
     return path
-
-
-@pytest.fixture
-def newtention(capsys):
-    """Run a command line: (status, stdout, stderr)."""
-
-    def call(*arguments):
-        status = run([str(a) for a in arguments])
-        out, err = capsys.readouterr()
-        assert ("Traceback" in err) == (status == 1), err
-        return status, out, err
-
-    return call
 
 
 def same(a, b):

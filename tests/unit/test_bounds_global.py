@@ -8,7 +8,6 @@ import torch
 
 import newtention as nt
 from newtention.bounds.convexity import (
-    SECOND_CUMULANT,
     GlobalSizes,
     certifying_ridge,
     convexity,
@@ -16,11 +15,11 @@ from newtention.bounds.convexity import (
     distance_in_ball,
     global_sizes,
     kronecker_curvature,
-    largest_eigenvalue,
     loss_gap,
     output_radius,
     residual_radius,
 )
+from newtention.bounds.cumulants import SECOND
 
 F64 = torch.float64
 
@@ -118,16 +117,6 @@ def draw(seed, heads=1, n=7, m=5, widths=(2, 3, 2, 2), plain=False):
 
 
 # The sizes.
-
-
-def test_largest_eigenvalue_is_an_upper_bound_and_close():
-    g = torch.Generator().manual_seed(0)
-    for k in (1, 3, 20):
-        M = torch.randn(2 * k, k, generator=g, dtype=F64)
-        exact = spectral(M) ** 2
-        assert exact <= largest_eigenvalue(M.T @ M) <= exact * (1 + 1e-11)
-    assert largest_eigenvalue(torch.full((2, 2), torch.inf, dtype=F64)) == math.inf
-    assert largest_eigenvalue(torch.zeros(2, 2, dtype=F64)) == 0.0
 
 
 def test_sizes_are_what_they_say():
@@ -277,7 +266,7 @@ def sizes_for_ascent(A1, A2, A3, B, Y, heads):
     def norm(factor):
         return torch.linalg.matrix_norm(rows.mT @ (factor[..., None] * rows), 2)
 
-    a = SECOND_CUMULANT * R * rho3 * torch.minimum(norm(c), reach * norm(torch.ones_like(c)))
+    a = SECOND * R * rho3 * torch.minimum(norm(c), reach * norm(torch.ones_like(c)))
     return a, rho3 * torch.linalg.matrix_norm(rows, 2) * reach
 
 
@@ -359,7 +348,7 @@ def test_second_cumulant_constant():
     # max over p of E|t^2 - E t^2| = 8 p q |q - p| on the points -1 and 1.
     p = torch.linspace(0, 1, 200001, dtype=F64)
     best = float((8 * p * (1 - p) * (1 - 2 * p).abs()).max())
-    assert best <= SECOND_CUMULANT <= best * (1 + 1e-9)
+    assert best <= SECOND <= best * (1 + 1e-9)
     # No distribution does better, by ascent over values and weights.
     g = torch.Generator().manual_seed(0)
     x, w = (torch.randn(500, 5, generator=g, dtype=F64, requires_grad=True) for _ in range(2))
@@ -376,7 +365,7 @@ def test_second_cumulant_constant():
         (-spread().sum()).backward()
         optimizer.step()
     found = float(spread().detach().max())
-    assert 0.999 * SECOND_CUMULANT < found <= SECOND_CUMULANT
+    assert 0.999 * SECOND < found <= SECOND
 
 
 # mu against Hessians.
@@ -624,7 +613,7 @@ def test_tighter_than_sums_over_rows():
     def by_sums(lam):
         R = spectral(B) / (2 * math.sqrt(lam))
         reach = B.norm(dim=1) + m3 * R
-        a = SECOND_CUMULANT * R * float((reach * rho3 * rho**2).sum())
+        a = SECOND * R * float((reach * rho3 * rho**2).sum())
         b = float((reach * rho3 * rho).sum())
         return (lam - a) * lam > b * b and lam > a
 

@@ -31,12 +31,12 @@ from newtention.bounds.lipschitz import (
     lipschitz_constant,
     lipschitz_covariances,
     lipschitz_radii,
+    lipschitz_unfolding,
 )
 from newtention.bounds.moments import ball_norms, row_norms
 from newtention.bounds.unfolding import (
     cumulants_of,
     hessian_derivative,
-    lipschitz_unfolding,
     measured_lipschitz,
     third_derivative,
     unfolding_error,

@@ -1,17 +1,14 @@
 """The page on certificates: its example prints what it shows, its figures and links are right."""
 
-import contextlib
-import io
 import math
 import re
-from pathlib import Path
 
 import pytest
 
 from newtention.bounds.contraction import largest_step_ratio, sharp_energy_factor
 from newtention.certify import local
+from tests.pages import DOCS, block, run_example
 
-DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "certificates.md"
 PAGES = [
     PAGE,
@@ -22,20 +19,10 @@ PAGES = [
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 
 
-def block(language):
-    """The page's only fenced block in the language."""
-    (found,) = re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(), re.S | re.M)
-    return found
-
-
 @pytest.fixture(scope="module")
 def page():
     """The names that the page's example defines, and what it printed."""
-    names = {"__name__": "certificates"}
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(compile(block("python"), str(PAGE), "exec"), names)
-    return names, printed.getvalue()
+    return run_example(PAGE)
 
 
 def mismatches(printed, shown):
@@ -65,11 +52,11 @@ def mismatches(printed, shown):
 
 
 def test_page_prints_what_it_shows(page):
-    assert mismatches(page[1], block("text")) == []
+    assert mismatches(page[1], block(PAGE, "text")) == []
 
 
 def test_another_output_would_be_noticed():
-    shown = block("text")
+    shown = block(PAGE, "text")
     assert mismatches(shown, shown) == []
     assert mismatches(shown.replace("proved", "estimated", 1), shown)
     assert mismatches(shown.replace("at least 848", "at least 748"), shown)

@@ -1,34 +1,22 @@
 """The errata page: printed forms fail, corrected ones hold, and the page's own check runs."""
 
-import contextlib
-import io
 import re
-from pathlib import Path
 
 import pytest
 import torch
 
 from newtention import AttentionProblem, reference
 from newtention.derivatives.hessian import second_order
+from tests.pages import DOCS, block, run_example
 
-PAGE = Path(__file__).parents[2] / "docs" / "errata.md"
+PAGE = DOCS / "errata.md"
 F64 = torch.float64
-
-
-def block(language):
-    """The page's only fenced block in the language."""
-    (found,) = re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(), re.S | re.M)
-    return found
 
 
 @pytest.fixture(scope="module")
 def page():
     """The names that the page's check defines, and what it printed."""
-    names = {"__name__": "errata"}
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(compile(block("python"), str(PAGE), "exec"), names)
-    return names, printed.getvalue()
+    return run_example(PAGE)
 
 
 def without_rounding(text):
@@ -38,7 +26,7 @@ def without_rounding(text):
 
 def test_page_prints_what_it_shows(page):
     _, printed = page
-    assert without_rounding(printed) == without_rounding(block("text"))
+    assert without_rounding(printed) == without_rounding(block(PAGE, "text"))
 
 
 # Definitions 7.3 and 11.3, written here independently of the page.

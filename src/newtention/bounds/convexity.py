@@ -36,23 +36,15 @@ those of the regulariser's own norm.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from newtention.bounds.balls import norms_upper
-
-SECOND_CUMULANT = 4 / (3 * math.sqrt(3)) * (1 + 2**-51)
-"""K = max E|t^2 - s| over variables in [-1, 1], t = x - E x, s = E t^2.
-
-Attained on the two ends, p (1 - p) = 1/6.  Proof: docs/certificates/global.md.
-"""
-
-UNIT = 2.0**-53
-"""Unit roundoff of float64."""
+from newtention.bounds.cumulants import SECOND
+from newtention.bounds.rounding import UNIT, largest_eigenvalue_upper
 
 Where = Literal["ball", "best response"]
 
@@ -97,18 +89,6 @@ class Convexity(NamedTuple):
     lambda_y: float
 
 
-def largest_eigenvalue(G: Float[Tensor, "k k"]) -> float:
-    """Upper bound of the largest eigenvalue of a symmetric positive semidefinite matrix.
-
-    LAPACK's eigenvalues are those of G + E, ||E||_2 <= c k u ||G||_2 with a modest c; c = 32 is
-    allowed here, with the trace for ||G||_2.  A caller that wants this proved passes its own.
-    """
-    if not bool(torch.isfinite(G).all()):
-        return math.inf
-    value = float(torch.linalg.eigvalsh(G)[-1].clamp(min=0))
-    return value + 32 * len(G) * UNIT * float(G.diagonal().sum())
-
-
 def global_sizes(
     rows: Float[Tensor, "n d1"],
     rho3: Float[Tensor, " n"],
@@ -116,7 +96,6 @@ def global_sizes(
     weight: Float[Tensor, " n"],
     B: Float[Tensor, "n p"],
     heads: int = 1,
-    largest: Callable[[Tensor], float] = largest_eigenvalue,
 ) -> GlobalSizes:
     """The sizes from per-row quantities of all real query rows of all sequences, in float64.
 
@@ -128,8 +107,6 @@ def global_sizes(
         weight: query weights.
         B: targets.
         heads: number of heads.
-        largest: proved upper bound of the largest eigenvalue of a symmetric positive semidefinite
-            matrix.
 
     `values`: w_hj lies in the hull of the row's value tokens, so ||sum_h z_h . w_hj|| <=
     sqrt(h) m3_j ||z||, whence h sum_j q_j m3_j^2: attained in the limit when every row may attend
@@ -147,7 +124,8 @@ def global_sizes(
         trace = float(M.square().sum())
         if not math.isfinite(trace):
             return math.inf
-        return largest(M.T @ M) + 1.01 * (len(M) + 64) * UNIT * trace
+        rounding = 1.01 * (len(M) + 64) * UNIT * trace
+        return max(0.0, largest_eigenvalue_upper(M.T @ M, rounding))
 
     return GlobalSizes(
         math.sqrt(norm_squared(root, B)),
@@ -251,7 +229,7 @@ def convexity(
     if where == "best response":
         residual = min(reach, residual_radius(sizes.targets, sizes.values, lambda_y, centre))
     by_rows = sizes.cubic + sizes.cubic_values * R
-    a = SECOND_CUMULANT * R * min(by_rows, residual * sizes.cubic_uniform)
+    a = SECOND * R * min(by_rows, residual * sizes.cubic_uniform)
     b = sizes.mixed * residual
     if not (lambda_y > 0 and math.isfinite(a) and math.isfinite(b)):
         return Convexity(where, -math.inf, -math.inf, R, residual, a, b, lambda_x, lambda_y)

@@ -172,6 +172,20 @@ def fourth_derivative(
     return _least(bounds)
 
 
+def lipschitz_unfolding(norm: float, fourth: float, delta: float) -> float:
+    """Level 4: M <= || unfold(T(x0)) ||_2 + delta M4.
+
+    T(x)[d, d, d] - T(x0)[d, d, d] is an integral of L''''[d, d, d, x - x0] over the segment.
+
+    Args:
+        norm: at least the norm of the unfolding.
+        fourth: `fourth_derivative` for this delta.  In whitened
+            variables: M4 / lambda^2, M4 for the Euclidean ball that holds the whitened one.
+        delta: radius of the ball, in the variables of norm.
+    """
+    return norm + delta * fourth
+
+
 class Lipschitz(NamedTuple):
     """The least bound, the name of its level, and every level that was computed, by name.
 
@@ -213,7 +227,7 @@ def lipschitz_constant(
             )
     if unfolding is not None:
         M4 = fourth_derivative(rows, Y_norms, delta, jacobian_norm, statistics, error)
-        levels["unfolding"] = unfolding + delta * M4
+        levels["unfolding"] = lipschitz_unfolding(unfolding, M4, delta)
     levels = {name: _least([value]) for name, value in levels.items()}
     level = min(levels, key=lambda name: levels[name])
     return Lipschitz(levels[level], level, levels)

@@ -60,33 +60,6 @@ def downward(value: Number, count: int) -> Number:
     return value * (1.0 - gamma(count + 3)) - count * TINY
 
 
-def product_error(
-    A: Float[Tensor, "*#batch n k"],
-    B: Float[Tensor, "*#batch k m"],
-    error_A: Float[Tensor, "*#batch n k"] | None = None,
-    error_B: Float[Tensor, "*#batch k m"] | None = None,
-) -> Float[Tensor, "*#batch n m"]:
-    """Entrywise bound on |fl(A B) - A* B*| where |A - A*| <= error_A and |B - B*| <= error_B.
-
-    A B - A* B* = (A - A*) B + A* (B - B*) with |A*| <= |A| + error_A, and fl(A B) differs from A B
-    by gamma_k |A| |B| and k underflows.  Valid for any other A and B within the same errors, too
-    (their magnitude is at most |A| + 2 error_A): the bound does not depend on how the factors were
-    evaluated.
-    """
-    count = A.shape[-1]
-    a, b = A.abs(), B.abs()
-    if error_A is not None:
-        a = a + 2.0 * error_A
-    if error_B is not None:
-        b = b + 2.0 * error_B
-    total = (gamma(count) * a) @ b
-    if error_A is not None:
-        total = total + error_A @ b
-    if error_B is not None:
-        total = total + a @ error_B
-    return _infinite_if_undefined(upward(total, 2 * count + 6))
-
-
 def softmax_error(
     logit_error: Float[Tensor, "*rows"], spread: Float[Tensor, "*rows"], keys: int
 ) -> Float[Tensor, "*rows"]:
@@ -268,28 +241,6 @@ def solve_norm_upper(
     x = _solution(H, g) if x is None else x
     correction = _residual_upper(H, g, x, hessian_error, gradient_error) / eigenvalue
     return _number(upward(norm_upper(x) + correction, 4))
-
-
-def energy_norm_upper(
-    H: Float[Tensor, "n n"],
-    g: Float[Tensor, " n"],
-    eigenvalue: float,
-    hessian_error: float = 0.0,
-    gradient_error: float = 0.0,
-    x: Float[Tensor, " n"] | None = None,
-) -> float:
-    """Proved upper bound of (g^T H^-1 g)^(1/2) = ||H^-1/2 g||; arguments as `solve_norm_upper`.
-
-    Proof: with r = g - H x, g^T H^-1 g = x^T g + x^T r + r^T H^-1 r.
-    """
-    if not eigenvalue > 0.0:
-        return math.inf
-    x = _solution(H, g) if x is None else x
-    residual = _residual_upper(H, g, x, hessian_error, gradient_error)
-    size = norm_upper(x)
-    rounding = gamma(len(g) + 1) * size * norm_upper(g)
-    square = abs(float(x @ g)) + rounding + size * (gradient_error + residual)
-    return _number(upward(math.sqrt(upward(square + squared(residual) / eigenvalue, 8)), 2))
 
 
 def _solution(H: Float[Tensor, "n n"], g: Float[Tensor, " n"]) -> Float[Tensor, " n"]:

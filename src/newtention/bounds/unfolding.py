@@ -223,20 +223,6 @@ def unfolding_error(
     return len(Y_norms) * error * total
 
 
-def lipschitz_unfolding(norm: float, fourth: float, delta: float) -> float:
-    """Level 4: M <= || unfold(T(x0)) ||_2 + delta M4.
-
-    T(x)[d, d, d] - T(x0)[d, d, d] is an integral of L''''[d, d, d, x - x0] over the segment.
-
-    Args:
-        norm: at least the norm of the unfolding.
-        fourth: `newtention.bounds.lipschitz.fourth_derivative` for this delta.  In whitened
-            variables: M4 / lambda^2, M4 for the Euclidean ball that holds the whitened one.
-        delta: radius of the ball, in the variables of norm.
-    """
-    return norm + delta * fourth
-
-
 def third_derivative(
     tiles: Sequence[Tile],
     Y: Float[Tensor, "h d3 p"],

@@ -58,7 +58,7 @@ def prove_global(
     queries, B = _real(data)
     # The direction of a row's query at the length |scale| rho_2 ||a_j||.
     rows = queries * (upward(r.rho, 8) / r.query_norms.clamp(min=1e-300))[:, None]
-    sizes = global_sizes(rows, r.rho3, r.m3, r.weight, B, layer.heads, largest_eigenvalue_upper)
+    sizes = global_sizes(rows, r.rho3, r.m3, r.weight, B, layer.heads)
     ridge = min(certifying_ridge(sizes, where=where) for where in ("ball", "best response"))
     lambda_x, lambda_y = _curvatures(point)
     if not (lambda_x > 0 and lambda_y > 0):

@@ -34,7 +34,7 @@ from newtention.bounds.unfolding import (
 from newtention.certify.evaluation import PointEvaluation
 from newtention.certify.row_errors import real_rows
 from newtention.chunks import Chunk
-from newtention.layers import evaluate
+from newtention.layers import Evaluation, evaluate
 from newtention.problem import AttentionProblem
 
 LEAST_ERROR = 16 * UNIT
@@ -150,5 +150,5 @@ class LipschitzBounds:
                 yield _tile(tile, evaluate(tile, layer, theta)), real_rows(tile)[0]
 
 
-def _tile(tile: Chunk, at) -> Tile:  # noqa: ANN001 - an Evaluation
+def _tile(tile: Chunk, at: Evaluation) -> Tile:
     return Tile(tile.queries[0], tile.A2[0], tile.A3[0], at.P[0], at.C[0], tile.weight[0])

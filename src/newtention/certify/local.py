@@ -23,6 +23,7 @@ from newtention.bounds.kantorovich import (
     newton_kantorovich,
     whitened_newton_kantorovich,
 )
+from newtention.bounds.lipschitz import lipschitz_unfolding
 from newtention.bounds.rounding import (
     UNIT,
     downward,
@@ -231,7 +232,7 @@ def _whitened(bounds: LipschitzBounds, at: _Coordinates) -> NewtonKantorovich | 
 
     def lipschitz(delta: float) -> float:
         fourth = bounds.fourth(upward(white.norm * delta, 2)) * white.norm**4
-        return upward(unfolded + delta * fourth, 8)
+        return upward(lipschitz_unfolding(unfolded, fourth, delta), 8)
 
     found = whitened_newton_kantorovich(lam, eta, lipschitz, white.norm, white.inverse_norm)
     return found if found.certified else None

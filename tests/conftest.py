@@ -1,6 +1,7 @@
 """Shape checks on every call of the library, thread counts and the two tiers."""
 
 import os
+import signal
 import sys
 
 from jaxtyping import config as jaxtyping_config
@@ -22,6 +23,9 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    # A shell starts background jobs with Ctrl-C ignored, and their children would inherit that.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if "OMP_NUM_THREADS" in os.environ:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     too_slow = [hypothesis.HealthCheck.too_slow]

@@ -278,7 +278,7 @@ def _solve(
     method, cache = settings.method, options.cache_bytes
     if state is not None:
         method, cache = state.choices["method"], state.choices["cache_bytes"]
-    free_of = matrix_free.Settings(
+    cg_settings = matrix_free.Settings(
         tol,
         limits.max_iter,
         options.curvature,
@@ -287,8 +287,8 @@ def _solve(
         options.curvature_share,
         seed=settings.seed,
     )
-    chosen = plan(problem, layer, n_init, method, free_of, cache, frozen=bool(options.freeze))
-    free_of = replace(free_of, cache_bytes=chosen.cache_bytes)
+    chosen = plan(problem, layer, n_init, method, cg_settings, cache, frozen=bool(options.freeze))
+    cg_settings = replace(cg_settings, cache_bytes=chosen.cache_bytes)
     if settings.verbose:
         print(chosen.sentence)
 
@@ -300,7 +300,7 @@ def _solve(
     run = Run(members, limits, settings.callback, settings.verbose, checkpoint, chosen.to_dict())
     if state is not None:
         run.resume(state)
-    run.consume(_iterates(chosen, members, theta, free, free_of, options, limits, state))
+    run.consume(_iterates(chosen, members, theta, free, cg_settings, options, limits, state))
     if settings.verbose:
         print()
     solutions = run.solutions(n_init, chosen.method, tol)

@@ -1,6 +1,7 @@
 """The peak memory of the matrix-free method: predicted, and what is alive at most."""
 
 import gc
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -162,11 +163,22 @@ def test_live_bytes_are_counted():
 
 
 def test_path_points_are_counted():
-    from newtention.linsolve.cg import Rule, truncated_cg
+    from newtention.linsolve.cg import Rule, points_kept, truncated_cg
 
     H = torch.linspace(1, 1000, 60, dtype=torch.float64)
     for limit in (1, 2, 7, 30, 55):
         path = truncated_cg(
             lambda v: H * v, H.sqrt(), lambda v: v, torch.inf, Rule(0.0, torch.inf, limit)
         )
-        assert len(path.points) == footprint._path_points(limit)
+        assert len(path.points) == points_kept(limit)
+
+
+@pytest.mark.parametrize("kind", ["sentences", "bilinear", "language"])
+@pytest.mark.parametrize("cache", [0, 1 << 40])
+def test_the_estimate_for_small_problems_is_generous(kind, cache, monkeypatch):
+    layer, problem = layer_and_problem(kind, 450)
+    shape, settings = layer.parametrisation, Settings(tol=1e-8, max_iter=2, cache_bytes=cache)
+    monkeypatch.setattr(footprint, "SMALL", math.inf)
+    estimate = matrix_free_bytes(problem, shape, 1, settings)
+    monkeypatch.setattr(footprint, "SMALL", 0)
+    assert estimate >= matrix_free_bytes(problem, shape, 1, settings)

@@ -16,7 +16,7 @@ import torch
 
 from newtention.certify.certificate import Certificate, Verdict
 from newtention.files import write_atomically
-from newtention.io.results import CERTIFICATE, REFERENCE, WEIGHTS
+from newtention.io.results import CERTIFICATE, REFERENCE, WEIGHTS, require_format
 
 FORMAT = "newtention-certificate"
 FORMAT_VERSION = 1
@@ -79,13 +79,7 @@ def read_certificate(folder: str | Path, result: dict[str, Any]) -> Certificate 
         return None
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}); {again}.") from error
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise ValueError(f"{path} was not written by Newtention; {again}.")
-    if document.get("format_version") != FORMAT_VERSION:
-        raise ValueError(
-            f"{path} has format version {document.get('format_version')}; this version of "
-            f"Newtention reads {FORMAT_VERSION}: {again}."
-        )
+    require_format(document, path, FORMAT, FORMAT_VERSION, f"; {again}")
     if any(document.get(name) != value for name, value in _subject(result).items()):
         raise ValueError(f"{path} belongs to other weights or data than this fit's; {again}.")
     try:

@@ -207,13 +207,7 @@ def read_result(folder: str | Path) -> SavedResult:
         raise FileNotFoundError(f"{path} is not a result folder: it has no {RESULT}.") from None
     except ValueError as error:
         raise ValueError(f"{path / RESULT} is damaged: {error}.") from error
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise ValueError(f"{path / RESULT} was not written by Newtention.")
-    if document.get("format_version") != FORMAT_VERSION:
-        raise ValueError(
-            f"{path / RESULT} has format version {document.get('format_version')}; this version of "
-            f"Newtention reads {FORMAT_VERSION}."
-        )
+    require_format(document, path / RESULT, FORMAT, FORMAT_VERSION)
     try:
         solution = Solution(
             layer=_read_layer(path / WEIGHTS, document["files"]),
@@ -228,6 +222,21 @@ def read_result(folder: str | Path) -> SavedResult:
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path / RESULT} is incomplete or damaged: {error}.") from error
     return SavedResult(path, solution, provenance, document)
+
+
+def require_format(document: object, path: Path, name: str, version: int, hint: str = "") -> None:
+    """Refuse JSON that is not of this format and version.
+
+    Raises:
+        ValueError: it is not; `hint` ends the sentence.
+    """
+    if not isinstance(document, dict) or document.get("format") != name:
+        raise ValueError(f"{path} was not written by Newtention{hint}.")
+    if document.get("format_version") != version:
+        raise ValueError(
+            f"{path} has format version {document.get('format_version')}; this version of "
+            f"Newtention reads {version}{hint}."
+        )
 
 
 def load_result(

@@ -155,7 +155,7 @@ def truncated_cg(
             path.ending = Ending.ACCURATE
         elif _poor(decreases, rule) and after <= first:
             path.ending = Ending.POOR_GAIN
-        if path.ending is not Ending.LIMIT or i == rule.limit or i >= SPACING * saved:
+        if path.ending is not Ending.LIMIT or _keeps(i, saved, rule.limit):
             path.add(x, math.sqrt(xx), decreases[-1])
             saved = i
         if path.ending is not Ending.LIMIT:
@@ -168,6 +168,20 @@ def truncated_cg(
     if path.points:
         path.slope = -float(g @ path.points[0])
     return path
+
+
+def points_kept(limit: int) -> int:
+    """Iterates that a path of so many products holds, if nothing else ends it."""
+    count = saved = 0
+    for i in range(1, limit + 1):
+        if _keeps(i, saved, limit):
+            count, saved = count + 1, i
+    return count
+
+
+def _keeps(i: int, saved: int, limit: int) -> bool:
+    """Whether a path keeps iterate i, the last one kept being `saved`."""
+    return i == limit or i >= SPACING * saved
 
 
 def _poor(decreases: list[float], rule: Rule) -> bool:

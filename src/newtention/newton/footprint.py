@@ -14,7 +14,7 @@ from newtention.chunks import Chunk
 from newtention.derivatives.gradient import backward, tile_loss
 from newtention.derivatives.linearised import Linearised, evaluation_bytes, forward_elements
 from newtention.layers import Parametrisation
-from newtention.linsolve.cg import SPACING
+from newtention.linsolve.cg import points_kept
 from newtention.memory import WORKSPACE, LiveBytes
 from newtention.newton.matrix_free import METRIC_ROWS, Settings, eliminates
 from newtention.newton.metric import Metric
@@ -54,7 +54,7 @@ def _generous_bytes(problem: AttentionProblem, layer: Parametrisation, settings:
     """More than small problems take: several evaluations and all vectors at once."""
     evaluations = evaluation_bytes(problem, layer)
     kept = evaluations if evaluations <= settings.cache_bytes else 0
-    vectors = CG_VECTORS + 2 * _path_points(settings.max_products) + layer.output_rows
+    vectors = CG_VECTORS + 2 * points_kept(settings.max_products) + layer.output_rows
     return 10 * evaluations + kept + vectors * layer.size * problem.like.element_size()
 
 
@@ -68,9 +68,9 @@ def _iteration_bytes(
     kept = evaluation_bytes(problem, layer)
     played = evaluation_bytes(own, layer)
     cached = kept <= settings.cache_bytes
+    # Evaluations of the tiles that are not played, relative to those of the tiles that are.
     others = (kept - played) / played if cached else 0.0
-    """Evaluations of the tiles that are not played, relative to those of the tiles that are."""
-    path = _path_points(settings.max_products)
+    path = points_kept(settings.max_products)
 
     def vectors(count: int) -> list[Tensor]:
         return [own.like.new_empty(layer.size) for _ in range(count)]
@@ -124,15 +124,6 @@ def _stand_in(problem: AttentionProblem, layer: Parametrisation, share: float) -
         tiles += chunk.to("meta").sequences(slice(count)).tiles(elements)
     tiles.sort(key=lambda tile: tile.weight.numel() * tile.A2.shape[2], reverse=True)
     return problem.with_chunks(tuple(tiles[:TILES]))
-
-
-def _path_points(products: int) -> int:
-    """Iterates that a path of so many products keeps."""
-    count = saved = 0
-    for i in range(1, products + 1):
-        if i >= SPACING * saved:
-            count, saved = count + 1, i
-    return count + (saved < products)
 
 
 def _token_bytes(chunk: Chunk) -> int:

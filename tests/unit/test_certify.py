@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -243,6 +245,7 @@ def test_what_does_not_fit_is_estimated(monkeypatch):
     assert found.local_minimum == "estimated"
     assert found.smallest_eigenvalue > 0
     assert "does not fit into memory" in found.reasons[0]
+    assert "1.0 KiB are free" in found.reasons[0]
     far = nt.certify(made.problem, made.X, 1.3 * made.Y)
     assert far.local_minimum == "not certified"
 
@@ -299,6 +302,37 @@ def test_approximate_newton_contracts_from_the_edge_of_the_basin():
             assert size <= b.factor * last + 1e-12 * first + 1e-14
             last = size
         assert last <= 1e-6 * first + 1e-14
+
+
+# Memory
+
+MEASURE = """
+import psutil, sys, torch
+import newtention as nt
+from newtention import zoo
+from newtention.certify.compose import proof_bytes
+from newtention.layers import Bilinear
+
+torch.set_num_threads(1)
+small = zoo.planted(3, 24, tokens="clustered")
+nt.certify(small.problem, small.X, small.Y)  # load every library
+made = zoo.planted(26, 200, tokens="clustered", seed=0)
+problem = made.problem.with_regularizer(nt.Proximity((made.X, made.Y), 1e-3))
+before = psutil.Process().memory_info().rss
+found = nt.certify(problem, made.X + float(sys.argv[1]), made.Y, unfolding=False)
+line = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print(int(line.split()[1]) * 1024 - before, proof_bytes(Bilinear(1, 26, 26, 26, 26)))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("moved", [0.0, 1e-6])
+def test_a_proof_takes_what_is_predicted(moved):
+    """The prediction is for the longest way; the shortest takes two thirds of it."""
+    command = [sys.executable, "-c", MEASURE, str(moved)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    used, predicted = map(int, done.stdout.split())
+    assert 0.5 * predicted < used < 1.2 * predicted, f"{used / predicted:.2f} of the prediction"
 
 
 # Values

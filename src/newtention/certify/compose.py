@@ -18,7 +18,7 @@ from newtention.certify.invariances import FlatSpace, flat_space
 from newtention.certify.local import LocalProof, prove_local, widest_basin
 from newtention.derivatives.gradient import data_loss, loss_and_gradient
 from newtention.layers import Bilinear
-from newtention.memory import available_bytes, hessian_bytes
+from newtention.memory import WORKSPACE, available_bytes, readable
 from newtention.notation import ArrayLike
 from newtention.problem import AttentionProblem
 from newtention.spectra import spectrum
@@ -26,8 +26,9 @@ from newtention.weights import Point, Weights, as_weights
 
 NEAR = 0.01
 """||gradient|| / (smallest eigenvalue), relative to the weights, up to which a minimum is near."""
-HESSIANS = 6
-"""Matrices of the Hessian's size that a proof holds at a time, in multiples of one evaluation."""
+MATRICES = 18
+"""N x N float64 matrices at the peak of a proof: 12 at the given point, 16 to 19 where Newton steps
+lead elsewhere (N 1152 and 2048; tests/unit/test_certify.py)."""
 
 
 def certify(
@@ -192,10 +193,18 @@ def _obstacle(problem: AttentionProblem, w: Weights) -> str | None:
             "Not certified: a factored layer has a gauge (W_Q G, W_K G^-T), so that its Hessian is "
             "singular at every point."
         )
-    needed = HESSIANS * hessian_bytes(w.layer, 1, 8)
-    if needed > available_bytes(problem.like.device):
-        return f"Not certified: the Hessian of {w.layer.size} unknowns does not fit into memory."
+    needed, free = proof_bytes(w.layer), available_bytes(problem.like.device)
+    if needed > free:
+        return (
+            f"Not certified: a proof for {w.layer.size} unknowns needs {readable(needed)}, but "
+            f"{readable(free)} are free: it does not fit into memory."
+        )
     return None
+
+
+def proof_bytes(layer: Bilinear) -> int:
+    """Predicted peak bytes of a proof without unfolding, beside the data."""
+    return MATRICES * 8 * layer.size**2 + WORKSPACE
 
 
 def _estimated(

@@ -23,17 +23,6 @@ from tests.unit.test_bounds_local import Attention, solve_exactly
 pytestmark = pytest.mark.usefixtures("unchecked")
 
 
-def noisy(made, noise, seed=0):
-    """A planted problem with noise on its targets."""
-    if not noise:
-        return made.problem
-    g = torch.Generator().manual_seed(seed)
-    c = made.problem.chunks[0]
-    B = c.B[0, 0]
-    B = B + noise * B.std() * torch.randn(B.shape, generator=g, dtype=B.dtype)
-    return nt.AttentionProblem(c.A1[0, 0], c.A2[0, 0], c.A3[0, 0], B)
-
-
 def full(*case):
     return pytest.param(*case, marks=pytest.mark.full)
 
@@ -49,8 +38,8 @@ def full(*case):
     + [full(16, 256, s) for s in range(3)],
 )
 def test_solutions_of_planted_problems_are_proved(d, n, seed, tokens, noise):
-    made = zoo.planted(d, n, tokens=tokens, seed=seed)
-    problem = noisy(made, noise, seed)
+    made = zoo.planted(d, n, noise, tokens, seed=seed)
+    problem = made.problem
     solution = nt.solve(problem, start=(made.X, made.Y), tol=1e-8)
     found = nt.certify(problem, solution.X, solution.Y)
     least = float(torch.linalg.eigvalsh(nt.hessian(problem, solution.X, solution.Y).to_dense())[0])
@@ -262,8 +251,8 @@ def test_saturated_and_overflowing_points():
 
 
 def test_approximate_newton_contracts_from_the_edge_of_the_basin():
-    made = zoo.planted(3, 40, tokens="clustered", seed=2)
-    problem = noisy(made, 0.1)
+    made = zoo.planted(3, 40, 0.1, "clustered", seed=2)
+    problem = made.problem
     solution = nt.solve(problem, start=(made.X, made.Y), tol=1e-12)
     found = nt.certify(problem, solution.X, solution.Y, epsilon=0.05, accuracy=1e-6)
     b = found.basin
@@ -477,8 +466,8 @@ def test_exactly_one_is_said_only_where_it_is_proved():
 
 def test_weights_are_not_rounded_to_the_data(monkeypatch):
     """Float64 weights beside float32 data: the distance is from them, not from their rounding."""
-    made = zoo.planted(3, 24, tokens="clustered", seed=2)
-    c = noisy(made, 0.1).chunks[0]
+    made = zoo.planted(3, 24, 0.1, "clustered", seed=2)
+    c = made.problem.chunks[0]
     parts = [t[0, 0].float() for t in (c.A1, c.A2, c.A3, c.B)]
     problem = nt.AttentionProblem(*parts)
     exact = nt.AttentionProblem(*(t.double() for t in parts))

@@ -1,5 +1,6 @@
 """Newtention fits attention layers by second-order optimisation."""
 
+from newtention import sketch
 from newtention.api import Options, solve, solve_many
 from newtention.certify import Basin, Certificate, certify
 from newtention.compression import keep_heads, truncate
@@ -23,14 +24,17 @@ from newtention.regularizers import Proximity, Regularizer, Ridge, TokenWeights
 from newtention.run import Progress
 from newtention.solution import History, Record, Solution, Status
 from newtention.spectra import SpectralDensity, Spectrum, spectrum
+from newtention.svm import AttentionSVM, Conflict, SvmStatus, attention_svm
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AttentionProblem",
+    "AttentionSVM",
     "Basin",
     "BilinearAttention",
     "Certificate",
+    "Conflict",
     "CurvatureOperator",
     "DerivativeReport",
     "FactoredAttention",
@@ -48,7 +52,9 @@ __all__ = [
     "SpectralDensity",
     "Spectrum",
     "Status",
+    "SvmStatus",
     "TokenWeights",
+    "attention_svm",
     "attention_weights",
     "certify",
     "check_derivatives",
@@ -60,6 +66,7 @@ __all__ = [
     "loss",
     "predict",
     "save_layer",
+    "sketch",
     "solve",
     "solve_many",
     "spectrum",

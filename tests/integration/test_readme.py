@@ -17,8 +17,8 @@ def run(example):
     return names
 
 
-def test_two_examples():
-    assert len(EXAMPLES) == 2
+def test_three_examples():
+    assert len(EXAMPLES) == 3
 
 
 def test_planted_layer(capsys):
@@ -38,3 +38,9 @@ def test_truncated_layer(tmp_path, monkeypatch):
     saved = nt.load_layer(tmp_path / "small.safetensors")
     assert torch.equal(saved.theta, solution.layer.theta)
     assert names["operator"].shape == (16640, 16640)
+
+
+def test_selected_keys(capsys):
+    names = run(EXAMPLES[2])
+    assert names["svm"].success
+    assert capsys.readouterr().out.rstrip().endswith("True")

@@ -15,6 +15,8 @@ PAGES = [
     *sorted((DOCS / "certificates").glob("*.md")),
     DOCS / "errata.md",
     DOCS / "paper-map.md",
+    DOCS / "sketches.md",
+    DOCS / "attention-svm.md",
 ]
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 

@@ -317,11 +317,11 @@ print(int(line.split()[1]) * 1024 - before, proof_bytes(Bilinear(1, 26, 26, 26, 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("moved", [0.0, 1e-6])
 def test_a_proof_takes_what_is_predicted(moved):
-    """The prediction is for the longest way; the shortest takes two thirds of it."""
+    """The prediction is for the longest way; the shortest takes about half of it."""
     command = [sys.executable, "-c", MEASURE, str(moved)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     used, predicted = map(int, done.stdout.split())
-    assert 0.5 * predicted < used < 1.2 * predicted, f"{used / predicted:.2f} of the prediction"
+    assert 0.4 * predicted < used < 1.2 * predicted, f"{used / predicted:.2f} of the prediction"
 
 
 # Values

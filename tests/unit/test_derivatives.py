@@ -7,6 +7,7 @@ import torch
 
 import newtention as nt
 from newtention import chunks
+from newtention.derivatives.hessian import second_order, second_order_parts
 from newtention.functions import Hessian
 from tests import checks
 from tests.cases import BY_NAME, CASES, STACK, without
@@ -335,3 +336,20 @@ def test_check_derivatives_notices_an_error(target, monkeypatch):
     assert "FAILED" in str(report)
     with pytest.raises(AssertionError, match="finite differences"):
         checks.check_finite_differences(case.problem(), *case.point())
+
+
+@pytest.mark.parametrize("widths", [(1, 3, 1, 2), (3, 2, 4, 2)])
+def test_parts_of_the_hessian_in_one_pass(widths):
+    """Widths of one, for which permuted blocks may be views, included."""
+    d1, d2, d3, p = widths
+    g = torch.Generator().manual_seed(0)
+    sizes = ((6, d1), (5, d2), (5, d3), (6, p), (1, 1, d1, d2), (1, 1, d3, p))
+    A1, A2, A3, B, X, Y = (torch.randn(s, generator=g, dtype=torch.float64) for s in sizes)
+    problem = nt.AttentionProblem(A1, A2, A3, B)
+    loss, GX, GY, full, gauss_newton = second_order_parts(problem, X, Y)
+    expected = second_order(problem, X, Y)
+    for got, want in zip((loss, GX, GY), expected[:3], strict=True):
+        assert torch.equal(got, want)
+    torch.testing.assert_close(full.to_dense(), expected[3].to_dense(), rtol=1e-13, atol=1e-13)
+    half = second_order(problem, X, Y, torch.zeros(1, dtype=torch.float64))[3]
+    torch.testing.assert_close(gauss_newton.to_dense(), half.to_dense(), rtol=1e-13, atol=1e-13)

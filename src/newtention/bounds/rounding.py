@@ -216,7 +216,12 @@ def spectral_norm_upper(A: Float[Tensor, "n m"], error: float = 0.0) -> float:
     sums = upward(float((a.sum(0).max() * a.sum(1).max()).sqrt()), n + m + 2)
     size = norm_upper(A)
     gram = upward(gamma(n) * size * size + n * m * TINY, 4)
-    largest = largest_eigenvalue_upper(A.mT @ A, gram)
+    product = A.mT @ A
+    if m > SMALL:
+        estimate = largest_eigenvalue_estimate(product)
+        largest = largest_eigenvalue_upper(product, gram, estimate, 0.01 * estimate)
+    else:
+        largest = largest_eigenvalue_upper(product, gram)
     best = min(size, sums, upward(math.sqrt(max(largest, 0.0)), 2))
     return upward(best / power + error, 4)
 

@@ -38,7 +38,7 @@ from newtention.certify.precise import (
 )
 from newtention.certify.row_errors import RowMoments, data_errors, real_rows, tile_moments
 from newtention.chunks import Chunk
-from newtention.derivatives.hessian import second_order
+from newtention.derivatives.hessian import second_order_parts
 from newtention.layers import Bilinear, evaluate
 from newtention.problem import AttentionProblem
 from newtention.regularizers import zero_quadratic
@@ -100,6 +100,8 @@ class PointEvaluation:
     penalty_hessian_error: float
     jacobian_norm: float
     """Upper bound of sigma_max(J), J the Jacobian of the residuals sqrt(q_j) r_j."""
+    precise: bool = False
+    """Whether the gradient was evaluated beyond float64."""
 
 
 def evaluate_point(
@@ -126,16 +128,16 @@ def evaluate_point(
     keys = max(chunk.A2.shape[2] for chunk in data.chunks)
     errors = data_errors(moments, radii[:, 0], _query_norm(data), keys, layer.p)
 
-    data_loss, GX, GY, blocks = second_order(data, X, Y)
+    data_loss, GX, GY, blocks, gauss_newton = second_order_parts(data, X, Y)
+    jacobian_norm = _jacobian_norm(gauss_newton.to_dense()[0], errors.gauss_newton())
+    del gauss_newton
     computed = blocks.to_dense()[0]
     data_hessian = 0.5 * (computed + computed.mT)
     del blocks, computed
-    gauss_newton = second_order(data, X, Y, theta.new_zeros(1))[3].to_dense()[0]
     gradient = layer.pack(GX, GY)[0] + penalty.gradient
     hessian = data_hessian + penalty.hessian
     loss = float(data_loss[0]) + penalty.value
 
-    jacobian_norm = _jacobian_norm(gauss_newton, errors.gauss_newton())
     rounding = UNIT * norm_upper(data_hessian)
     hessian_error = _total(errors.gauss_newton(jacobian_norm), errors.curvature, rounding)
     point = PointEvaluation(
@@ -166,7 +168,7 @@ def evaluate_point(
         penalty_hessian_error=penalty.hessian_error,
         jacobian_norm=jacobian_norm,
     )
-    return _without_nan(_refined(point, problem) if precise else point)
+    return _without_nan(sharpened(point, problem) if precise else point)
 
 
 def _total(*parts: float) -> float:
@@ -189,8 +191,14 @@ def _without_nan(point: PointEvaluation) -> PointEvaluation:
     return replace(point, **fields)
 
 
-def _refined(point: PointEvaluation, problem: AttentionProblem) -> PointEvaluation:
-    """The same with what can be had beyond float64; where its range is exceeded, nothing."""
+def sharpened(point: PointEvaluation, problem: AttentionProblem) -> PointEvaluation:
+    """The same with what can be had beyond float64; where its range is exceeded, nothing.
+
+    The gradient, and for small problems loss and Hessian as well.
+    """
+    if point.precise:
+        return point
+    point = replace(point, precise=True)
     layer, theta = point.layer, point.theta[None]
     if small_enough(problem, layer):
         values = as_floats(exact_derivatives(problem, layer, theta, EXACT_DIGITS))

@@ -35,7 +35,7 @@ from newtention.bounds.rounding import (
     upward,
 )
 from newtention.certify.certificate import Basin
-from newtention.certify.evaluation import PointEvaluation, evaluate_point
+from newtention.certify.evaluation import PointEvaluation, evaluate_point, sharpened
 from newtention.certify.invariances import FlatSpace, complement
 from newtention.certify.lipschitz import LipschitzBounds
 from newtention.problem import AttentionProblem
@@ -124,7 +124,10 @@ def prove_local(
         return LocalProof(found, bounds, 0.0, estimate, False, math.inf, 1.0)
     found = _kantorovich(centre, bounds)
     if not found.certified:
-        centre, bounds, found = _refined(problem, data, centre, W)
+        # Usually it is the rounding of the gradient that hides the minimum.
+        sharp = _centre(sharpened(point, problem), W)
+        first = sharp if sharp.eta < first.eta else first
+        centre, bounds, found = _refined(problem, data, first, W)
     if not found.certified:
         bounds = bounds.with_statistics()
         found = _kantorovich(centre, bounds)
@@ -146,6 +149,7 @@ def prove_local(
 
 
 def _centre(point: PointEvaluation, W: Float[Tensor, "N r"] | None) -> _Centre:
+    """The point in the coordinates W."""
     at = _coordinates(point, W)
     lam = smallest_eigenvalue_lower(at.hessian, at.hessian_error) if len(at.hessian) else math.inf
     eta = solve_norm_upper(at.hessian, at.gradient, lam, at.hessian_error, at.gradient_error)
@@ -157,12 +161,14 @@ def _refined(
 ) -> tuple[_Centre, LipschitzBounds, NewtonKantorovich]:
     """Where Newton steps lead, until the cheap proof succeeds or they stop getting shorter.
 
-    Gradients are evaluated beyond float64: usually it is their rounding that hides the minimum.
+    Gradients there are evaluated beyond float64.
     """
     best = centre
     bounds = LipschitzBounds(data, best.point)
     found = _kantorovich(best, bounds)
     for _ in range(REFINEMENTS):
+        if found.certified:
+            break
         step = torch.linalg.solve(best.at.hessian, best.at.gradient)
         theta = best.point.theta - (step if W is None else W @ step)
         trial = _centre(evaluate_point(problem, best.point.layer, theta[None], precise=True), W)
@@ -170,8 +176,6 @@ def _refined(
             break
         best, bounds = trial, LipschitzBounds(data, trial.point)
         found = _kantorovich(best, bounds)
-        if found.certified:
-            break
     return best, bounds, found
 
 

@@ -21,11 +21,13 @@ from typing import Annotated, Any
 
 import typer
 
+from newtention.cli.bench import bench
 from newtention.cli.certify import certify
 from newtention.cli.examples import examples
 from newtention.cli.fit import fit
 from newtention.cli.predict import predict
 from newtention.cli.report import report
+from newtention.cli.svm import svm
 from newtention.cli.terminal import ReportFailedError, complain, say
 
 BAD_INPUT = 2
@@ -61,7 +63,9 @@ app = typer.Typer(
 app.command("fit", no_args_is_help=True)(fit)
 app.command("predict", no_args_is_help=True)(predict)
 app.command("certify", no_args_is_help=True)(certify)
+app.command("svm", no_args_is_help=True)(svm)
 app.command("report", no_args_is_help=True)(report)
+app.add_typer(bench, name="bench")
 app.command("examples")(examples)
 
 

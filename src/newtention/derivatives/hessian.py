@@ -17,7 +17,9 @@ triangle only, which halves both sides of the dominant product.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -77,29 +79,81 @@ def second_order(
     residual_share multiplies the terms that the Gauss-Newton matrix lacks: None or 1 is the full
     Hessian, 0 is Gauss-Newton, for each independent problem.
     """
-    h = X.shape[1]
-    layer = Bilinear(h, *problem.widths)
+    layer = Bilinear(X.shape[1], *problem.widths)
     theta = layer.pack(X, Y)
     upper = _Upper(layer, X.device)
     full = residual_share is None or bool((residual_share != 0).any())
 
-    def tile_sums(tile: Chunk) -> tuple[Tensor, ...]:
+    def tile_sums(tile: Chunk) -> _Sums:
         share = None if residual_share is None else tile.of(residual_share)
-        return _tile_sums(evaluate(tile, layer, theta), share, full, upper)
+        return _tile_sums(evaluate(tile, layer, theta), share, full, False, upper)
 
-    loss, GX, GY, xx, cross, xy, xy_residual, gram = reduce(
-        problem.chunks, problem.batch, tile_sums, second_order_elements(problem, h)
-    )
+    sums = _summed(problem, layer, tile_sums)
+    blocks = _blocks(sums, sums.xx, layer, upper, full)
+    _add_quadratic(blocks, problem)
     quadratic = problem.quadratic
-    blocks = HessianBlocks(
-        _assemble_xx(xx, cross, layer, upper),
-        _assemble_xy(xy, xy_residual if full else None, layer),
-        gram,
+    RX, RY = quadratic.gradient(X, Y)
+    return sums.loss + quadratic.value(X, Y), sums.GX + RX, sums.GY + RY, blocks
+
+
+def second_order_parts(
+    problem: AttentionProblem, X: Float[Tensor, "b h d1 d2"], Y: Float[Tensor, "b h d3 p"]
+) -> tuple[
+    Float[Tensor, " b"],
+    Float[Tensor, "b h d1 d2"],
+    Float[Tensor, "b h d3 p"],
+    HessianBlocks,
+    HessianBlocks,
+]:
+    """Loss, gradient, Hessian and Gauss-Newton matrix of the data, without the regulariser.
+
+    One pass: the two matrices share all but the smallest of their products.
+    """
+    layer = Bilinear(X.shape[1], *problem.widths)
+    theta = layer.pack(X, Y)
+    upper = _Upper(layer, X.device)
+    sums = _summed(
+        problem,
+        layer,
+        lambda tile: _tile_sums(evaluate(tile, layer, theta), None, True, True, upper),
+    )
+    blocks = _blocks(sums, sums.xx + sums.xx_residual, layer, upper, True)
+    gauss_newton = _blocks(sums, sums.xx, layer, upper, False)
+    return sums.loss, sums.GX, sums.GY, blocks, gauss_newton
+
+
+class _Sums(NamedTuple):
+    """Sums over all rows; matrices packed as the products leave them.
+
+    xx_residual and xy_residual: what the Gauss-Newton matrix lacks; xx holds the former unless the
+    two are kept apart.
+    """
+
+    loss: Tensor
+    GX: Tensor
+    GY: Tensor
+    xx: Tensor
+    xx_residual: Tensor
+    cross: Tensor
+    xy: Tensor
+    xy_residual: Tensor
+    gram: Tensor
+
+
+def _summed(
+    problem: AttentionProblem, layer: Bilinear, tile_sums: Callable[[Chunk], _Sums]
+) -> _Sums:
+    elements = second_order_elements(problem, layer.heads)
+    return _Sums(*reduce(problem.chunks, problem.batch, tile_sums, elements))
+
+
+def _blocks(sums: _Sums, xx: Tensor, layer: Bilinear, upper: _Upper, full: bool) -> HessianBlocks:
+    return HessianBlocks(
+        _assemble_xx(xx, sums.cross, layer, upper),
+        _assemble_xy(sums.xy, sums.xy_residual if full else None, layer),
+        sums.gram,
         layer,
     )
-    _add_quadratic(blocks, problem)
-    RX, RY = quadratic.gradient(X, Y)
-    return loss + quadratic.value(X, Y), GX + RX, GY + RY, blocks
 
 
 class _Upper:
@@ -120,8 +174,8 @@ def _packed_positions(i: Tensor, j: Tensor, d: int) -> Int[Tensor, " dd"]:
 
 
 def _tile_sums(
-    at: Evaluation, share: Float[Tensor, " o"] | None, full: bool, upper: _Upper
-) -> tuple[Tensor, ...]:
+    at: Evaluation, share: Float[Tensor, " o"] | None, full: bool, apart: bool, upper: _Upper
+) -> _Sums:
     tile = at.tile
     A1, A2, A3 = tile.queries, tile.A2, tile.A3
     o, h = at.P.shape[0], at.P.shape[2]
@@ -140,12 +194,17 @@ def _tile_sums(
     # H_xx within a head, packed; rows of the data are the contracted index throughout.
     M = (weight[..., None] * Rho_j @ Rho_j.mT)[..., upper.b, upper.b2]
     A2A2 = A2[..., upper.b] * A2[..., upper.b2]
+    A1A1 = A1[..., upper.a] * A1[..., upper.a2]
+    xx_residual = M.new_zeros(o, 0, 0)
     if full:
         Tr = T if share is None else T * share.view(o, 1, 1, 1, 1)
         t = Tr @ A2[:, :, None]
-        M = M + Tr @ A2A2[:, :, None]
-        M -= mu[..., upper.b] * t[..., upper.b2] + t[..., upper.b] * mu[..., upper.b2]
-    A1A1 = A1[..., upper.a] * A1[..., upper.a2]
+        N = Tr @ A2A2[:, :, None]
+        N -= mu[..., upper.b] * t[..., upper.b2] + t[..., upper.b] * mu[..., upper.b2]
+        if apart:
+            xx_residual = flat_rows(A1A1).mT @ flat_heads(N)
+        else:
+            M += N
     xx = flat_rows(A1A1).mT @ flat_heads(M)
 
     # H_xx between heads: Gauss-Newton only, symmetric in A1 but not in A2.
@@ -168,7 +227,7 @@ def _tile_sums(
 
     wf = flat_heads(w)
     gram = flat_heads(weight * w).mT @ wf
-    return tile_loss(at), GX, GY, xx, cross, xy, xy_residual, gram
+    return _Sums(tile_loss(at), GX, GY, xx, xx_residual, cross, xy, xy_residual, gram)
 
 
 def row_kronecker(
@@ -216,7 +275,9 @@ def _assemble_xy(
 ) -> Float[Tensor, "b Nx Ny"]:
     b, h, d1, d2, d3, p = xy.shape[0], layer.heads, layer.d1, layer.d2, layer.d3, layer.p
     # axes of xy: (value head, a, e, query head, b, i) -> (query head, a, b, value head, e, i)
-    out = xy.view(b, h, d1, d3, h, d2, p).permute(0, 4, 2, 5, 1, 3, 6).contiguous()
+    permuted = xy.view(b, h, d1, d3, h, d2, p).permute(0, 4, 2, 5, 1, 3, 6)
+    # Never a view of xy, which the Gauss-Newton matrix shares: `contiguous` may return one.
+    out = permuted.clone(memory_format=torch.contiguous_format)
     if residual is not None:
         same = residual.view(b, d1, p, h, d2, d3).permute(0, 3, 1, 4, 5, 2)
         for i in range(h):

@@ -43,6 +43,12 @@ EXAMPLES = {
     )
 }
 
+KEYPOINTS = Path(__file__).parent / "lighterglue_keypoints.safetensors"
+"""Cross-attention of a keypoint matcher (XFeat's LighterGlue, layer 0) on 256 + 256 keypoints of a
+photograph and its rotated copy: `queries` and `keys` (256 x 96), the layer's output `targets` for
+the queries, and the map that both share, q = x `to_qk_W` + `to_qk_b`, logits divided by sqrt(96).
+No example: a fit of its 18,432 unknowns is not quick at any ridge."""
+
 
 def find_example(name: str) -> Example:
     """The example of this name.

@@ -1,0 +1,224 @@
+"""`newtention svm`: the smallest X that selects given keys, or why there is none."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext, suppress
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import safetensors.torch
+import torch
+import typer
+from torch import Tensor
+
+from newtention.cli import options
+from newtention.cli.progress import busy
+from newtention.cli.terminal import complain, say
+from newtention.files import write_atomically
+from newtention.io import ABSENT, ArrayFile, ArrayNames, open_arrays, prepare_folder
+from newtention.io.names import choose_names
+from newtention.io.tensors import SourceData
+from newtention.svm import AttentionSVM, SvmStatus, attention_svm
+
+NOT_SOLVED = 3
+FORMAT = "newtention-svm"
+FORMAT_VERSION = 1
+RESULT = "svm.json"
+ARRAYS = "svm.safetensors"
+
+
+def svm(
+    source: options.Source,
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out",
+            "-o",
+            metavar="DIR",
+            help="Folder for the result; created if missing.  An existing one must be empty, or "
+            "hold such a result that --force replaces.",
+        ),
+    ],
+    selected: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Array of integers: for every query the key that it is to select, from 0.",
+        ),
+    ] = "selected",
+    norm: Annotated[
+        Literal["frobenius", "nuclear"],
+        typer.Option(help="Which norm of X to make small; nuclear: for widths up to about 30."),
+    ] = "frobenius",
+    soft: Annotated[
+        float | None,
+        typer.Option(
+            metavar="C",
+            help="Allow a query to fall short of the margin, at a price of C for each unit.",
+            show_default=False,
+        ),
+    ] = None,
+    mask: Annotated[
+        Literal["none", "causal"],
+        typer.Option(help="causal: a query may attend to keys up to its own place."),
+    ] = "none",
+    tol: Annotated[
+        float | None,
+        typer.Option(
+            metavar="FLOAT",
+            help="Relative duality gap to reach.  Default: 1e-9, with --soft 1e-8, for the nuclear "
+            "norm 1e-7.",
+            show_default=False,
+        ),
+    ] = None,
+    queries: options.Queries = None,
+    keys: options.Keys = None,
+    require_separable: Annotated[
+        bool,
+        typer.Option(
+            "--require-separable", help="Exit with status 3 if no X selects all these keys."
+        ),
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the result in DIR.")] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json", help="Print the content of svm.json, and nothing else, to standard output."
+        ),
+    ] = False,
+) -> None:
+    """Find the smallest X for which each query's logit of its selected key leads by at least 1.
+
+    Attention as a support vector machine: min ||X|| subject to (a2_selected - a2_k)^T X^T a1 >= 1
+    for every query a1 and every other key a2_k that it may attend to.  SOURCE holds query tokens
+    A1, optionally key tokens A2 (otherwise the queries are the keys), and the selected keys; all of
+    one sequence.
+
+    DIR will hold svm.safetensors (X, the support pairs with their multipliers, slacks) and
+    svm.json.  Where no X exists, both hold a small set of pairs that already contradict each other.
+
+    [bold]Examples[/bold]
+
+    [cyan]newtention svm tokens.npz --out separation --selected chosen --mask causal[/cyan]
+
+    [cyan]newtention svm tokens.npz --out separation --norm nuclear --soft 10 --json[/cyan]
+
+    [bold]Exit status[/bold]
+
+    0 solved, or found to be impossible; 3 stopped before, or impossible under --require-separable;
+    2 bad input or refused; 1 a bug.
+    """
+    file = open_arrays(source)
+    arrays, names = _read(file, selected, ArrayNames(queries, ABSENT, keys, ABSENT))
+    created = _prepare(out, force)
+    try:
+        with nullcontext() if as_json else busy("Solving"):
+            try:
+                result = attention_svm(
+                    *arrays, norm=norm, mask=None if mask == "none" else mask, soft=soft, tol=tol
+                )
+            except (ValueError, TypeError) as error:
+                text = str(error).replace('norm="', "--norm ").replace('"', "")
+                for option in ("soft", "tol"):
+                    if text.startswith(f"{option} must"):
+                        raise type(error)(f"--{text}") from error
+                raise type(error)(f"{file.label}: {text}") from error
+        about = {
+            "source": file.reference,
+            "sha256": file.sha256(),
+            "arrays": names,
+            "mask": mask,
+            "tol": tol,
+            "queries": len(arrays[0]),
+            "keys": len(arrays[1]),
+            "widths": {"d1": arrays[0].shape[1], "d2": arrays[1].shape[1]},
+        }
+        document = _write(out, result, about)
+    except BaseException:
+        if created:
+            with suppress(OSError):
+                out.rmdir()
+        raise
+    if as_json:
+        say(json.dumps(document, indent=1))
+    else:
+        say(result.summary())
+        say()
+        say(f"Result  {out / RESULT}")
+        say(f"Arrays  {out / ARRAYS}")
+    if require_separable and result.infeasible:
+        complain("--require-separable asks for an X that selects all these keys; there is none.")
+    stopped = not (result.success or result.infeasible)
+    if stopped or (require_separable and result.infeasible):
+        raise typer.Exit(NOT_SOLVED)
+
+
+def _read(
+    file: ArrayFile, selected: str, asked: ArrayNames
+) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, str]]:
+    """Queries, keys and selected keys, and the arrays' names."""
+    names = choose_names(file, asked, without_targets=True)
+    if names.offsets is not None or names.lengths is not None:
+        raise ValueError(
+            f"{file.label} holds several sequences ({names.offsets or names.lengths!r}); svm takes "
+            "one.  Save the tokens of one without it."
+        )
+    data = SourceData(file, names, torch.float64)
+    data.require_shapes()
+    a1 = data.tensors["queries"]
+    if a1.ndim != 2:
+        raise ValueError(
+            f"{data.title('queries')} must be 2-D (tokens x width), of one sequence; found "
+            f"{a1.ndim}-D."
+        )
+    if selected not in file.arrays:
+        raise ValueError(
+            f"{file.label} has no array {selected!r} (selected keys); name it with --selected.  It "
+            f"holds {file.listing()}."
+        )
+    a2 = data.tensors.get("keys", a1)
+    used = {**data.names, "selected": selected}
+    return (a1, a2, file.read(selected)), used
+
+
+def _prepare(folder: Path, force: bool) -> bool:
+    """As `prepare_folder`, for a folder that may hold such a result and nothing else."""
+    if (folder / RESULT).exists() and not force:
+        raise FileExistsError(f"{folder} already holds a result; --force replaces it.")
+    names = {p.name for p in folder.iterdir()} if folder.is_dir() else set()
+    if "result.json" in names:
+        raise FileExistsError(f"{folder} holds the result of a fit; choose another folder.")
+    return prepare_folder(folder, beside=(RESULT, ARRAYS))
+
+
+def _write(folder: Path, result: AttentionSVM, about: dict[str, Any]) -> dict[str, Any]:
+    from newtention import __version__
+
+    arrays = {name: getattr(result, name) for name in ("X", "support", "duals", "slack")}
+    if result.conflict is not None:
+        for name in ("pairs", "selected", "weights"):
+            arrays[f"conflict_{name}"] = getattr(result.conflict, name)
+    if result.status is SvmStatus.INFEASIBLE:
+        del arrays["support"], arrays["duals"]  # empty
+    tensors = {n: t.contiguous() for n, t in arrays.items() if t is not None}
+    data = safetensors.torch.save(tensors, metadata={"format": "pt"})
+    document = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        **result.to_dict(),
+        **about,
+        "files": {ARRAYS: sha256(data).hexdigest()},
+        "versions": {
+            "newtention": __version__,
+            "clarabel": version("clarabel"),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+        },
+    }
+    text = json.dumps(document, indent=1, allow_nan=False) + "\n"
+    write_atomically({folder / ARRAYS: data, folder / RESULT: text.encode()})
+    return document

@@ -21,6 +21,7 @@ from newtention.checkpoint import (
 )
 from newtention.compression import keep_heads, truncate
 from newtention.derivatives.products import Kind
+from newtention.inputs import require_count
 from newtention.layers import (
     AttentionLayer,
     Bilinear,
@@ -97,18 +98,18 @@ class Options:
     def __post_init__(self) -> None:
         """Check the ranges."""
         if self.heads is not None:
-            _require_count("Options(heads=)", self.heads, 1)
+            require_count("Options(heads=)", self.heads, 1)
         for rank in self._ranks():
-            _require_count("Options(ranks=)", rank, 1)
+            require_count("Options(ranks=)", rank, 1)
         if isinstance(self.freeze, str):
             raise ValueError(
                 f"Options(freeze=) must be a list of block names; found {self.freeze!r}."
             )
-        _require_count("Options(gauss_newton_iterations=)", self.gauss_newton_iterations, 0)
-        _require_count("Options(max_products=)", self.max_products, 1)
-        _require_count("Options(patience=)", self.patience, 1)
+        require_count("Options(gauss_newton_iterations=)", self.gauss_newton_iterations, 0)
+        require_count("Options(max_products=)", self.max_products, 1)
+        require_count("Options(patience=)", self.patience, 1)
         if self.cache_bytes is not None:
-            _require_count("Options(cache_bytes=)", self.cache_bytes, 0)
+            require_count("Options(cache_bytes=)", self.cache_bytes, 0)
         for name in ("start_scale", "metric_floor", "curvature_share"):
             _require_positive(f"Options({name}=)", getattr(self, name))
         if self.curvature_share > 1:
@@ -241,9 +242,9 @@ class _Settings:
             raise TypeError(f"callback must be callable; found {type(self.callback).__name__}.")
         if not isinstance(self.checkpoint, str | Path | None):
             raise TypeError(f"checkpoint must be a path; found {type(self.checkpoint).__name__}.")
-        _require_count("max_iter", self.max_iter, 0)
-        _require_count("n_init", self.n_init, 1)
-        _require_count("seed", self.seed, 0)
+        require_count("max_iter", self.max_iter, 0)
+        require_count("n_init", self.n_init, 1)
+        require_count("seed", self.seed, 0)
         _require_word("method", self.method, ("auto", "newton", "newton-cg"))
         if self.max_seconds is not None and self.max_seconds != 0:
             _require_positive("max_seconds", self.max_seconds, finite=False)
@@ -465,11 +466,6 @@ def _require_word(name: str, value: object, words: Sequence[str]) -> None:
     if value not in words:
         listed = " or ".join(f'"{word}"' for word in words)
         raise ValueError(f"{name} must be {listed}; found {value!r}.")
-
-
-def _require_count(name: str, value: int, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-        raise ValueError(f"{name} must be an integer of at least {least}; found {value!r}.")
 
 
 def _require_positive(name: str, value: float, finite: bool = True) -> None:

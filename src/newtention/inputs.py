@@ -93,6 +93,13 @@ def require_shape(name: str, t: Tensor, shape: tuple[int | None, ...], why: str)
         raise ValueError(f"{name} must be {want} ({why}); found {shape_text(t.shape)}.")
 
 
+def require_count(name: str, value: object, least: int) -> int:
+    """Raise ValueError unless value is an integer of at least `least`; returned as an int."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        raise ValueError(f"{name} must be an integer of at least {least}; found {value!r}.")
+    return int(value)
+
+
 def as_boolean(name: str, array: ArrayLike, device: torch.device) -> Tensor:
     """Convert a mask; anything but booleans is refused, since 0/1 conventions differ."""
     t = _as_tensor(name, array)

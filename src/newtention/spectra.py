@@ -15,6 +15,7 @@ from torch import Tensor
 
 from newtention.derivatives.products import Kind, hessian_product
 from newtention.functions import hessian_operator
+from newtention.inputs import require_count
 from newtention.linsolve.lanczos import lanczos_extremes, lanczos_quadrature
 from newtention.memory import require_memory
 from newtention.notation import Array, ArrayLike
@@ -148,8 +149,8 @@ def spectrum(
     op = hessian_operator(problem, X, Y, kind)
     n, theta = op.shape[0], op.weights.theta
     for name, value, least in (("k", k, 1), ("probes", probes, 2), ("steps", steps, 2)):
-        _require_count(name, value, least)
-    _require_count("seed", seed, 0)
+        require_count(name, value, least)
+    require_count("seed", seed, 0)
     k, probes, steps = int(k), int(probes), int(steps)
     if k > n:
         raise ValueError(f"k must be at most the number of unknowns, {n}; found {k}.")
@@ -269,11 +270,6 @@ def broadened(
     ).to(nodes.device)
     values = torch.exp(-0.5 * ((grid[:, None] - nodes) / width).square()) @ weights
     return grid, values / torch.trapezoid(values, grid), width
-
-
-def _require_count(name: str, value: int, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-        raise ValueError(f"{name} must be an integer of at least {least}; found {value!r}.")
 
 
 def _listed(values: Array, residuals: Array) -> str:

@@ -14,6 +14,7 @@ from rich.table import Table
 from safetensors.torch import load_file
 
 from newtention import sketch
+from newtention.cli import options
 from newtention.cli.progress import busy
 from newtention.cli.terminal import say
 from newtention.examples import KEYPOINTS, find_example
@@ -56,12 +57,7 @@ def sketches(
     epsilon: Annotated[float, typer.Option(help="Distortion allowed, between 0 and 1.")] = 0.5,
     delta: Annotated[float, typer.Option(help="Rate of failure allowed, between 0 and 1.")] = 0.05,
     draws: Annotated[int, typer.Option(min=1, help="Sketches drawn of each size.")] = 100,
-    as_json: Annotated[
-        bool,
-        typer.Option(
-            "--json", help="Print the content of sketches.json, and nothing else, to stdout."
-        ),
-    ] = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Compare the kinds of sketch of a Kronecker product A1 (x) A2.
 

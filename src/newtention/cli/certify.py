@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from newtention.certify import certify as prove
-from newtention.cli.options import ResultFolder
+from newtention.cli import options
 from newtention.cli.progress import busy
 from newtention.cli.report import make_report
 from newtention.cli.terminal import complain, say
@@ -20,7 +20,7 @@ NOT_PROVED = 3
 
 
 def certify(
-    folder: ResultFolder,
+    folder: options.ResultFolder,
     require: Annotated[
         Literal["local", "global"] | None,
         typer.Option(
@@ -68,13 +68,7 @@ def certify(
             show_default=False,
         ),
     ] = None,
-    as_json: Annotated[
-        bool,
-        typer.Option(
-            "--json",
-            help="Print the content of certificate.json, and nothing else, to standard output.",
-        ),
-    ] = False,
+    as_json: options.AsJson = False,
     no_report: Annotated[
         bool, typer.Option("--no-report", help="Leave report.html as it is.")
     ] = False,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 
 import typer
 from rich.console import Console
 
 from newtention.api import Options, solve
 from newtention.cli import options
+from newtention.cli.folders import removed_on_failure
 from newtention.cli.held_out import hold_out_of, load_held_out
 from newtention.cli.progress import Display, Lines, Silent, busy
 from newtention.cli.report import make_report
@@ -112,7 +113,7 @@ def fit(
         )
     resume = Resume(checkpoint, out)
     created = prepare_folder(out, force, resume.beside)
-    try:
+    with removed_on_failure(out, created):
         names = ArrayNames(
             queries, targets, keys, values, offsets, key_offsets, lengths, key_lengths
         )
@@ -180,11 +181,6 @@ def fit(
             checkpoint=resume.place,
             continued_at=resume.iteration,
         )
-    except BaseException:
-        if created:
-            with suppress(OSError):
-                out.rmdir()
-        raise
 
     if as_json:
         say(json.dumps(document, indent=1))

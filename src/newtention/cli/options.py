@@ -254,7 +254,7 @@ AsJson = Annotated[
     bool,
     typer.Option(
         "--json",
-        help="Print the content of result.json, and nothing else, to standard output.",
+        help="Print the content of the JSON file, and nothing else, to standard output.",
         rich_help_panel=_OUTPUT,
     ),
 ]

@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext, suppress
-from hashlib import sha256
-from importlib.metadata import version
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-import numpy as np
-import safetensors.torch
 import torch
 import typer
 from torch import Tensor
 
 from newtention.cli import options
+from newtention.cli.folders import removed_on_failure
 from newtention.cli.progress import busy
 from newtention.cli.terminal import complain, say
-from newtention.files import write_atomically
-from newtention.io import ABSENT, ArrayFile, ArrayNames, open_arrays, prepare_folder
+from newtention.io import ABSENT, ArrayFile, ArrayNames, open_arrays
 from newtention.io.names import choose_names
+from newtention.io.svm import ARRAYS, RESULT, prepare_svm_folder, write_svm
 from newtention.io.tensors import SourceData
-from newtention.svm import AttentionSVM, SvmStatus, attention_svm
+from newtention.svm import attention_svm
 
 NOT_SOLVED = 3
-FORMAT = "newtention-svm"
-FORMAT_VERSION = 1
-RESULT = "svm.json"
-ARRAYS = "svm.safetensors"
 
 
 def svm(
@@ -84,12 +77,7 @@ def svm(
         ),
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace the result in DIR.")] = False,
-    as_json: Annotated[
-        bool,
-        typer.Option(
-            "--json", help="Print the content of svm.json, and nothing else, to standard output."
-        ),
-    ] = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Find the smallest X for which each query's logit of its selected key leads by at least 1.
 
@@ -114,8 +102,8 @@ def svm(
     """
     file = open_arrays(source)
     arrays, names = _read(file, selected, ArrayNames(queries, ABSENT, keys, ABSENT))
-    created = _prepare(out, force)
-    try:
+    created = prepare_svm_folder(out, force)
+    with removed_on_failure(out, created):
         with nullcontext() if as_json else busy("Solving"):
             try:
                 result = attention_svm(
@@ -137,12 +125,7 @@ def svm(
             "keys": len(arrays[1]),
             "widths": {"d1": arrays[0].shape[1], "d2": arrays[1].shape[1]},
         }
-        document = _write(out, result, about)
-    except BaseException:
-        if created:
-            with suppress(OSError):
-                out.rmdir()
-        raise
+        document = write_svm(out, result, about)
     if as_json:
         say(json.dumps(document, indent=1))
     else:
@@ -183,42 +166,3 @@ def _read(
     a2 = data.tensors.get("keys", a1)
     used = {**data.names, "selected": selected}
     return (a1, a2, file.read(selected)), used
-
-
-def _prepare(folder: Path, force: bool) -> bool:
-    """As `prepare_folder`, for a folder that may hold such a result and nothing else."""
-    if (folder / RESULT).exists() and not force:
-        raise FileExistsError(f"{folder} already holds a result; --force replaces it.")
-    names = {p.name for p in folder.iterdir()} if folder.is_dir() else set()
-    if "result.json" in names:
-        raise FileExistsError(f"{folder} holds the result of a fit; choose another folder.")
-    return prepare_folder(folder, beside=(RESULT, ARRAYS))
-
-
-def _write(folder: Path, result: AttentionSVM, about: dict[str, Any]) -> dict[str, Any]:
-    from newtention import __version__
-
-    arrays = {name: getattr(result, name) for name in ("X", "support", "duals", "slack")}
-    if result.conflict is not None:
-        for name in ("pairs", "selected", "weights"):
-            arrays[f"conflict_{name}"] = getattr(result.conflict, name)
-    if result.status is SvmStatus.INFEASIBLE:
-        del arrays["support"], arrays["duals"]  # empty
-    tensors = {n: t.contiguous() for n, t in arrays.items() if t is not None}
-    data = safetensors.torch.save(tensors, metadata={"format": "pt"})
-    document = {
-        "format": FORMAT,
-        "format_version": FORMAT_VERSION,
-        **result.to_dict(),
-        **about,
-        "files": {ARRAYS: sha256(data).hexdigest()},
-        "versions": {
-            "newtention": __version__,
-            "clarabel": version("clarabel"),
-            "torch": torch.__version__,
-            "numpy": np.__version__,
-        },
-    }
-    text = json.dumps(document, indent=1, allow_nan=False) + "\n"
-    write_atomically({folder / ARRAYS: data, folder / RESULT: text.encode()})
-    return document

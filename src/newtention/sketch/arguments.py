@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 
 from torch import Tensor
@@ -21,14 +20,7 @@ def factors(arrays: Mapping[str, tuple[ArrayLike, int | None]]) -> tuple[list[Te
     return list(tensors.values()), numpy
 
 
-def integer(name: str, value: int, least: int) -> int:
-    """An integer that is at least `least`."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer; found {value!r}.") from None
-    if isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer; found {value!r}.")
-    if number < least:
-        raise ValueError(f"{name} must be at least {least}; found {number}.")
-    return number
+def require_fraction(name: str, value: float) -> None:
+    """Raise ValueError unless value lies between 0 and 1."""
+    if not 0 < value < 1:
+        raise ValueError(f"{name} must lie between 0 and 1; found {value}.")

@@ -19,8 +19,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from newtention.inputs import require_count
 from newtention.notation import Array, ArrayLike
-from newtention.sketch.arguments import factors, integer
+from newtention.sketch.arguments import factors
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,7 @@ class Distribution(ABC):
     2^32 - 1, since the CPU generator of torch keeps 32 bits.
 
     Raises:
-        TypeError: an argument is not an integer.
-        ValueError: one is out of range.
+        ValueError: an argument is no integer, or out of range.
 
     Warns:
         UserWarning: the sketch has more rows than what it sketches.
@@ -48,7 +48,7 @@ class Distribution(ABC):
     def __post_init__(self) -> None:
         limits = {"n1": 1, "n2": 1, "size": 1, "seed": 0}
         for name, least in limits.items():
-            object.__setattr__(self, name, integer(name, getattr(self, name), least))
+            object.__setattr__(self, name, require_count(name, getattr(self, name), least))
         if self.seed >= 1 << 32:
             raise ValueError(f"seed must be below 2^32; found {self.seed}.")
         if self.size > self.n1 * self.n2:

@@ -14,7 +14,6 @@ KINDS: dict[str, type[Distribution]] = {
     kind.name: kind
     for kind in (LeverageSampling, TensorSRHT, TensorSketch, SRHT, CountSketch, Gaussian)
 }
-DEFAULT = LeverageSampling
 
 
 def find_kind(kind: str | type[Distribution]) -> type[Distribution]:

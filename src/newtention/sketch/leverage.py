@@ -14,6 +14,7 @@ product: Diao, Jayaram, Song, Sun, Woodruff, NeurIPS 2019.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +40,19 @@ def orthonormal_basis(A: Float[Tensor, "n d"]) -> Float[Tensor, "n rank"]:
     Q, R = torch.linalg.qr(A / largest)  # scaled, so that squares neither overflow nor vanish
     U, sigma, _ = torch.linalg.svd(R, full_matrices=False)
     return Q @ U[:, : int((sigma > cut * sigma[0]).sum())]
+
+
+def orthonormal_bases(arrays: Mapping[str, tuple[ArrayLike, int | None]]) -> list[Tensor]:
+    """One of each factor given as in `factors`.
+
+    Raises:
+        TypeError, ValueError: a factor is not a finite real matrix, or zero.
+    """
+    bases = [orthonormal_basis(t) for t in factors(arrays)[0]]
+    for name, U in zip(arrays, bases, strict=True):
+        if not U.shape[1]:
+            raise ValueError(f"{name} is zero: there is nothing to embed.")
+    return bases
 
 
 def leverage_scores(A: ArrayLike) -> Array:

@@ -12,12 +12,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from newtention.inputs import require_count
 from newtention.notation import ArrayLike
-from newtention.sketch.arguments import factors, integer
+from newtention.sketch.arguments import require_fraction
 from newtention.sketch.base import Distribution, Sketch
 from newtention.sketch.gaussian import Gaussian
 from newtention.sketch.kinds import find_kind
-from newtention.sketch.leverage import LeverageSampling, orthonormal_basis
+from newtention.sketch.leverage import LeverageSampling, orthonormal_bases
 from newtention.sketch.sizes import size_after_transform, size_for
 from newtention.sketch.tensor_srht import TensorSRHT
 
@@ -122,11 +123,10 @@ def calibrate(
         TypeError, ValueError: an argument is out of range, or a factor is not a finite real matrix,
             or zero.
     """
-    kind, draws = find_kind(kind), integer("draws", draws, 1)
+    kind, draws = find_kind(kind), require_count("draws", draws, 1)
     if not epsilon > 0:
         raise ValueError(f"epsilon must be positive; found {epsilon}.")
-    if not 0 < delta < 1:
-        raise ValueError(f"delta must lie between 0 and 1; found {delta}.")
+    require_fraction("delta", delta)
     U1, U2 = _reduced(kind, *_bases(A1, A2))
     allowed = math.floor(delta * draws + 1e-9)  # 0.29 * 100 is 28.999...
     seeds = range(seed, seed + draws)
@@ -144,8 +144,11 @@ def calibrate(
             low = middle
         else:
             high, count = middle, found
-    interval = binomial_interval(count, draws)
-    return Calibration(kind.name, high, count / draws, interval, epsilon, delta, draws)
+    from scipy.stats import binomtest  # half a second to import
+
+    interval = binomtest(count, draws).proportion_ci(0.95, method="exact")
+    bounds = float(interval.low), float(interval.high)
+    return Calibration(kind.name, high, count / draws, bounds, epsilon, delta, draws)
 
 
 def count_failures(
@@ -238,30 +241,6 @@ def compare(
     )
 
 
-def binomial_interval(count: int, draws: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Clopper and Pearson's interval of a probability, from `count` successes in `draws`.
-
-    Biometrika 26 (1934): the probabilities with which neither tail at the count is below
-    (1 - confidence) / 2.
-    """
-    tail = (1 - confidence) / 2
-    low = _bisect(lambda p: 1 - binomial_below(count - 1, draws, p) < tail) if count else 0.0
-    high = _bisect(lambda p: binomial_below(count, draws, p) > tail) if count < draws else 1.0
-    return low, high
-
-
-def binomial_below(count: int, draws: int, p: float) -> float:
-    """Probability of at most `count` successes in so many draws."""
-    if count < 0 or p >= 1:
-        return float(count >= draws)
-    if p <= 0 or count >= draws:
-        return 1.0
-    k = torch.arange(count + 1, dtype=torch.float64)
-    n = torch.tensor(float(draws), dtype=torch.float64)
-    choose = torch.lgamma(n + 1) - torch.lgamma(k + 1) - torch.lgamma(n - k + 1)
-    return min(1.0, float((choose + k * math.log(p) + (n - k) * math.log1p(-p)).exp().sum()))
-
-
 def huge_row(n: int, d: int, seed: int = 0) -> Float[Tensor, "n d"]:
     """Gaussian rows of which one is 10^4 times as large: it alone carries a direction."""
     A = _normal(n, d, seed)
@@ -280,15 +259,6 @@ def _normal(n: int, d: int, seed: int) -> Tensor:
     return torch.randn(n, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def _bisect(left: Callable[[float], bool]) -> float:
-    """Where, in [0, 1], a property that holds to the left ceases to hold."""
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if left(middle) else (low, middle)
-    return (low + high) / 2
-
-
 def _bases(
     A1: ArrayLike, A2: ArrayLike | None, n1: int | None = None, n2: int | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -296,10 +266,7 @@ def _bases(
     given = {"A1": (A1, n1)} | ({} if A2 is None else {"A2": (A2, n2)})
     if A2 is None and n2 not in (None, 1):
         raise ValueError(f"A2 is missing: it must have {n2} rows.")
-    bases = [orthonormal_basis(t) for t in factors(given)[0]]
-    for name, U in zip(given, bases, strict=True):
-        if not U.shape[1]:
-            raise ValueError(f"{name} is zero: there is nothing to embed.")
+    bases = orthonormal_bases(given)
     return bases[0], bases[1] if A2 is not None else torch.ones(1, 1, dtype=torch.float64)
 
 

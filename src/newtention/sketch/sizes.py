@@ -26,12 +26,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from newtention.inputs import require_count
 from newtention.notation import ArrayLike
-from newtention.sketch.arguments import factors, integer
+from newtention.sketch.arguments import require_fraction
 from newtention.sketch.base import Distribution
 from newtention.sketch.hadamard import padded
 from newtention.sketch.kinds import find_kind
-from newtention.sketch.leverage import orthonormal_basis
+from newtention.sketch.leverage import orthonormal_bases
 from newtention.sketch.tensor_srht import TensorSRHT
 
 
@@ -63,13 +64,13 @@ def size_for(
         TypeError, ValueError: an argument is missing or out of range.
     """
     formula = _FORMULAS[find_kind(kind).name]
-    _require_fraction("epsilon", epsilon)
-    _require_fraction("delta", delta)
-    d1, d2 = integer("d1", d1, 1), integer("d2", d2, 1)
+    require_fraction("epsilon", epsilon)
+    require_fraction("delta", delta)
+    d1, d2 = require_count("d1", d1, 1), require_count("d2", d2, 1)
     if formula in (srht, tensor_srht):
         if n1 is None:
             raise TypeError(f"n1 is missing: a size for {find_kind(kind).name} depends on it.")
-        N1, N2 = integer("n1", n1, 1), integer("n2", n2, 1)
+        N1, N2 = require_count("n1", n1, 1), require_count("n2", n2, 1)
     else:
         N1 = N2 = 1
     return max(1, math.ceil(formula(epsilon, delta, d1, d2, N1, N2)))
@@ -88,13 +89,9 @@ def size_after_transform(
     Raises:
         TypeError, ValueError: as in `size_for`; a factor is not a finite real matrix, or zero.
     """
-    _require_fraction("epsilon", epsilon)
-    _require_fraction("delta", delta)
-    tensors, _ = factors({"A1": (A1, None), "A2": (A2, None)})
-    bases = [orthonormal_basis(t) for t in tensors]
-    for name, U in zip(("A1", "A2"), bases, strict=True):
-        if not U.shape[1]:
-            raise ValueError(f"{name} is zero: there is nothing to embed.")
+    require_fraction("epsilon", epsilon)
+    require_fraction("delta", delta)
+    bases = orthonormal_bases({"A1": (A1, None), "A2": (A2, None)})
     L, v = 1.0, 1.0
     signs = TensorSRHT(len(bases[0]), len(bases[1]), 1, seed).sample()
     for Z in signs.transformed(*bases):
@@ -197,8 +194,3 @@ def _row_norm(D: int, t: float) -> float:
 
 def _largest_eigenvalue(M: Tensor) -> float:
     return float(torch.linalg.eigvalsh(M)[-1])
-
-
-def _require_fraction(name: str, value: float) -> None:
-    if not 0 < value < 1:
-        raise ValueError(f"{name} must lie between 0 and 1; found {value}.")

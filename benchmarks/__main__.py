@@ -24,10 +24,15 @@ from benchmarks import (
     head,
     hessian,
     layer,
+    maps,
+    methods,
+    paper,
+    path,
     planted,
     preconditioners,
     products,
     sketches,
+    softmax,
     svm,
     symmetric,
 )
@@ -44,6 +49,11 @@ BENCHMARKS = {
     "certificates": certificates,
     "sketches": sketches,
     "svm": svm,
+    "softmax": softmax,
+    "maps": maps,
+    "methods": methods,
+    "paper": paper,
+    "path": path,
     "choices": choices,
 }
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks import batch, certificates, planted, symmetric
+from benchmarks import batch, certificates, methods, paper, planted, symmetric
 
 OURS = "#c0392b"
 OTHERS = ("#2c3e50", "#2980b9", "#16a085", "#8e44ad", "#7f8c8d")
@@ -236,6 +236,65 @@ def certificates_chart(data: dict) -> Figure:
     return figure
 
 
+def methods_chart(data: dict) -> Figure:
+    """Seconds against rows, a panel for each width; hollow where the fit did not end in time."""
+    cases = [c for c in data["cases"] if c["start"] == methods.NEAR]
+    cases = [c for c in cases if c["tokens"] == methods.LENGTH] or cases
+    widths = sorted({c["d"] for c in cases})
+    figure = Figure(figsize=(3.6 * len(widths) + 1, 3.8), layout="constrained")
+    panels = figure.subplots(1, len(widths), sharey=True, squeeze=False)[0]
+    for axes, d in zip(panels, widths, strict=True):
+        _plain(axes)
+        axes.set_title(f"d = {d}", loc="left")
+        own = sorted((c for c in cases if c["d"] == d), key=lambda c: c["sequences"])
+        rows = [c["sequences"] * c["tokens"] for c in own]
+        for name, colour in zip(methods.METHODS, (OURS, *OTHERS), strict=False):
+            found = [c["methods"][name] for c in own]
+            times = [m["seconds"]["median"] for m in found]
+            axes.plot(rows, times, color=colour, label=name)
+            for x, t, m in zip(rows, times, found, strict=True):
+                whole = m["successes"] == m["seeds"]
+                axes.plot(x, t, "o", color=colour, markerfacecolor=colour if whole else "white")
+        axes.set(xscale="log", yscale="log", xlabel="query rows")
+    panels[0].set_ylabel("seconds to the end of the fit")
+    panels[0].legend(frameon=False)
+    return figure
+
+
+def paper_chart(data: dict) -> Figure:
+    """Errors of the first seed's runs; dotted, what the theorem allows from the step before."""
+    figure, axes = _figure("The paper's method in its regime")
+    for sketch, colour in zip(paper.SKETCHES, (OURS, *OTHERS), strict=False):
+        run = data["contraction"][sketch]
+        errors, bounds = run["energy"], run["bounds"]
+        label = "exact Kronecker inverse" if sketch == "none" else sketch
+        axes.plot(errors, marker="o", markersize=3, color=colour, label=label)
+        allowed = [(k + 1, b * e) for k, (e, b) in enumerate(zip(errors, bounds, strict=True))]
+        allowed = [(k, bound) for k, bound in allowed[:-1] if bound < errors[k - 1]]
+        if allowed:
+            axes.plot(*zip(*allowed, strict=True), linestyle=":", color=colour)
+    axes.set(yscale="log", xlabel="iteration", ylabel="error in the norm of the Hessian")
+    axes.legend(frameon=False)
+    return figure
+
+
+def path_chart(data: dict) -> Figure:
+    """Medians over seeds against the ridge: angle, angle times norm, and norm."""
+    figure = Figure(figsize=(11.0, 3.6), layout="constrained")
+    panels = figure.subplots(1, 3)
+    names = {"angle": "degrees to the SVM", "product": "degrees times ||X||", "norm": "||X||"}
+    for axes, (column, label) in zip(panels, names.items(), strict=True):
+        _plain(axes)
+        for case, colour in zip(data["cases"], (OURS, *OTHERS), strict=False):
+            middle = [s["median"] for s in case[column]]
+            axes.plot(case["ridges"], middle, marker="o", markersize=3, color=colour)
+            axes.lines[-1].set_label(f"n {case['n']}, d {case['d']}")
+        axes.set(xscale="log", xlabel="ridge", ylabel=label)
+        axes.invert_xaxis()
+    panels[0].legend(frameon=False)
+    return figure
+
+
 CHARTS: dict[str, Callable[[dict], Figure]] = {
     "hessian": hessian_chart,
     "planted": planted_chart,
@@ -246,4 +305,7 @@ CHARTS: dict[str, Callable[[dict], Figure]] = {
     "layer": layer_chart,
     "preconditioners": preconditioners_chart,
     "certificates": certificates_chart,
+    "methods": methods_chart,
+    "paper": paper_chart,
+    "path": path_chart,
 }

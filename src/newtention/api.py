@@ -7,7 +7,7 @@ import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -24,24 +24,28 @@ from newtention.derivatives.products import Kind
 from newtention.inputs import require_count
 from newtention.layers import (
     AttentionLayer,
+    AttentionMap,
     Bilinear,
     Factored,
     FactoredAttention,
     Parametrisation,
 )
-from newtention.newton import loop, matrix_free
+from newtention.newton import loop, matrix_free, paper
 from newtention.newton.iterates import Iterate
+from newtention.newton.maps import MapLoss
 from newtention.newton.metric import Preconditioner
+from newtention.newton.projected import ProjectedLoss
 from newtention.newton.starts import START_SCALE, random_layer, random_start
 from newtention.newton.stopping import default_tol
+from newtention.newton.token_metric import SketchName
 from newtention.notation import ArrayLike
-from newtention.planning import Plan, plan
+from newtention.planning import Plan, plan, plan_paper
 from newtention.problem import AttentionProblem
 from newtention.run import Callback, Limits, Members, Run
 from newtention.solution import Solution
 from newtention.weights import Weights, as_layer, start_weights
 
-Method = Literal["auto", "newton", "newton-cg"]
+Method = Literal["auto", "newton", "newton-cg", "sketched", "paper"]
 Start = None | tuple[ArrayLike, ArrayLike] | ArrayLike | AttentionLayer | Solution
 
 
@@ -74,6 +78,17 @@ class Options:
     cache_bytes: evaluations (attention weights and the like) are kept between products if they take
         at most this; by default a quarter of the free memory.
 
+    "sketched": conjugate gradients as in "newton-cg" on the exact system, Gauss-Newton iterations
+        as in "newton".
+    sample_rows: query rows that its preconditioner is made from; by default those that give 64
+        equations for each entry of X.
+
+    "paper":
+    sketch: of the regulariser's curvature on X: "tensor-srht" as in the paper, "leverage", or
+        "none", which is exact and, for one sequence, cheaper.
+    sketch_size: rows of the sketch for each sequence; by default what `newtention.sketch` proves to
+        keep the distortion below 0.25 but with probability 0.05, at most one for each pair.
+
     patience: with a validation problem, iterations without a better one before the run ends.
 
     docs/choices.md says how the defaults were chosen.
@@ -93,7 +108,16 @@ class Options:
     max_products: int = 100
     curvature_share: float = 1.0
     cache_bytes: int | None = None
+    sample_rows: int | None = None
+    sketch: SketchName = "tensor-srht"
+    sketch_size: int | None = None
     patience: int = 5
+
+    def __repr__(self) -> str:
+        """The settings that are not the defaults."""
+        values = [(f, getattr(self, f.name)) for f in fields(self)]
+        chosen = [f"{f.name}={value!r}" for f, value in values if value != f.default]
+        return f"Options({', '.join(chosen)})"
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -110,6 +134,11 @@ class Options:
         require_count("Options(patience=)", self.patience, 1)
         if self.cache_bytes is not None:
             require_count("Options(cache_bytes=)", self.cache_bytes, 0)
+        if self.sample_rows is not None:
+            require_count("Options(sample_rows=)", self.sample_rows, 1)
+        if self.sketch_size is not None:
+            require_count("Options(sketch_size=)", self.sketch_size, 1)
+        _require_word("Options(sketch=)", self.sketch, ("tensor-srht", "leverage", "none"))
         for name in ("start_scale", "metric_floor", "curvature_share"):
             _require_positive(f"Options({name}=)", getattr(self, name))
         if self.curvature_share > 1:
@@ -146,12 +175,16 @@ def solve(
 
     Args:
         problem: one problem.
-        start: None for a random start (see `newtention.newton.starts`), (X, Y), X alone, a layer,
-            or an earlier Solution.  A layer as the start fixes the parametrisation; otherwise it is
-            the paper's bilinear form.  The output map (Y, or W_O and b_O) is re-solved in any case.
+        start: None for a random start (see `newtention.newton.starts`; of attention maps the first
+            is X = 0, every key alike), (X, Y), X alone, a layer, or an earlier Solution.  A layer
+            as the start fixes the parametrisation; otherwise it is the paper's bilinear form.  The
+            output map (Y, or W_O and b_O) is re-solved in any case.
         method: "newton", dense Newton with the exact Hessian, for the bilinear form of moderate
-            width; "newton-cg", matrix-free, for any layer; "auto" chooses by predicted memory and
-            time (`newtention.planning`).
+            width; "newton-cg", matrix-free, for any layer; "sketched", for the bilinear form:
+            matrix-free, preconditioned by the factored matrix of a sample of the query rows;
+            "paper", the paper's approximate Newton under TokenWeights, where those are large enough
+            (docs/paper-method.md); "auto" chooses among the first three by predicted work and
+            memory (docs/methods.md).
         tol: bound on the relative Newton decrement sqrt(predicted decrease / (1/2 ||B||^2));
             default 1e-10 in float64, 1e-4 in float32.
         max_iter: iteration limit.
@@ -179,6 +212,13 @@ def solve(
         OSError: the checkpoint cannot be read or written.
         TypeError: a problem, options or callback of another kind.
         MemoryError: the dense matrices do not fit into free memory.
+
+    Example:
+        >>> from newtention import zoo
+        >>> problem = zoo.planted(2, 40, noise=0.1, tokens="real").problem
+        >>> solution = nt.solve(problem, n_init=4)
+        >>> solution.status.value, solution.relative_loss < 0.02
+        ('converged', True)
     """
     if not isinstance(problem, AttentionProblem):
         raise TypeError(f"problem must be an AttentionProblem; found {type(problem).__name__}.")
@@ -211,6 +251,12 @@ def solve_many(
     Raises:
         ValueError: as for `solve` and `AttentionProblem.stack`.
         MemoryError: the dense matrices of the batch do not fit into free memory.
+
+    Example:
+        >>> from newtention import zoo
+        >>> problems = [zoo.planted(2, 40, noise=0.1, seed=i).problem for i in range(3)]
+        >>> [solution.success for solution in nt.solve_many(problems)]
+        [True, True, True]
     """
     if not isinstance(problems, list | tuple):
         raise TypeError(f"problems must be a list; found {type(problems).__name__}.")
@@ -245,7 +291,7 @@ class _Settings:
         require_count("max_iter", self.max_iter, 0)
         require_count("n_init", self.n_init, 1)
         require_count("seed", self.seed, 0)
-        _require_word("method", self.method, ("auto", "newton", "newton-cg"))
+        _require_word("method", self.method, get_args(Method))
         if self.max_seconds is not None and self.max_seconds != 0:
             _require_positive("max_seconds", self.max_seconds, finite=False)
         if self.tol is not None:
@@ -287,9 +333,23 @@ def _solve(
         options.preconditioner,
         options.curvature_share,
         seed=settings.seed,
+        sample_rows=options.sample_rows,
     )
-    chosen = plan(problem, layer, n_init, method, cg_settings, cache, frozen=bool(options.freeze))
-    cg_settings = replace(cg_settings, cache_bytes=chosen.cache_bytes)
+    frozen = bool(options.freeze)
+    if method == "paper":
+        sketch, rows = options.sketch, options.sketch_size
+        chosen = plan_paper(problem, layer, frozen, sketch, rows, settings.seed)
+    else:
+        chosen = plan(problem, layer, n_init, method, cg_settings, cache, frozen)
+    cg_settings = replace(
+        cg_settings,
+        cache_bytes=chosen.cache_bytes,
+        sample_rows=chosen.sample_rows,
+        overhead=chosen.overhead,
+    )
+    if chosen.method == "sketched":
+        phase = options.gauss_newton_iterations
+        cg_settings = replace(cg_settings, gauss_newton_iterations=phase)
     if settings.verbose:
         print(chosen.sentence)
 
@@ -342,15 +402,24 @@ def _iterates(
     """The method at work."""
     snapshot = None if state is None else state.tensors
     if chosen.method == "newton":
-        assert isinstance(members.layer, Bilinear)
-        X, Y = members.layer.unpack(theta)
         dense = loop.Settings(
             settings.tol,
             settings.max_iter,
             options.gauss_newton_iterations,
             options.metric_floor,
         )
-        return loop.iterate(members.problem, X, Y, dense, snapshot)
+        if isinstance(members.layer, AttentionMap):
+            objective = MapLoss.of(members.problem, members.layer)
+        else:
+            assert isinstance(members.layer, Bilinear)
+            objective = ProjectedLoss.of(members.problem, members.layer)
+        return loop.iterate(objective, theta, dense, snapshot)
+    if chosen.method == "paper":
+        assert isinstance(members.layer, Bilinear)
+        sketched = paper.Settings(
+            settings.tol, settings.max_iter, options.sketch, options.sketch_size, settings.seed
+        )
+        return paper.iterate(members.singles[0], members.layer, theta, sketched, snapshot)
     return matrix_free.iterate(
         members.singles, members.layer, theta, free, settings, limits.expired, snapshot
     )
@@ -371,6 +440,8 @@ def _starts(
         raise ValueError("starts must all be layers of one shape, or all (X, Y) or None.")
     shape = shapes.pop() if shapes else None
     heads = _heads(problem, known, options)
+    if problem.of_maps:
+        return _map_starts(problem, given, n_init, seed, options)
     if isinstance(shape, Factored):
         return _factored_starts(problem, given, shape, n_init, seed, options)
     if shape is None and options.ranks is not None:
@@ -391,6 +462,28 @@ def _starts(
                 X = random_start(single, heads, seed, r, options.start_scale)
                 rows.append(layer.pack(X, X.new_zeros(1, heads, *problem.widths[2:])))
     return Weights(layer, torch.cat(rows), one_head, problem)
+
+
+def _map_starts(
+    problem: AttentionProblem,
+    given: Sequence[Weights | None],
+    n_init: int,
+    seed: int,
+    options: Options,
+) -> Weights:
+    if options.ranks is not None or options.heads not in (None, 1):
+        raise ValueError("Options(ranks=) and Options(heads=) do not go with attention maps.")
+    layer = AttentionMap(*problem.widths[:2])
+    rows = []
+    for single, w in zip(problem.parts or (problem,), given, strict=True):
+        for r in range(n_init):
+            if r > 0:
+                rows.append(layer.pack(random_start(single, 1, seed, r, options.start_scale)))
+            elif w is not None:
+                rows.append(w.theta)
+            else:  # every key alike: as good as any in trials, and the same for every seed
+                rows.append(single.like.new_zeros(1, layer.size))
+    return Weights(layer, torch.cat(rows), True, problem)
 
 
 def _heads(problem: AttentionProblem, known: Sequence[Weights], options: Options) -> int:

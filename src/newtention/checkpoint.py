@@ -23,7 +23,7 @@ from newtention.files import write_atomically
 from newtention.problem import AttentionProblem
 
 KEY = "newtention_checkpoint"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,8 @@ class Chunk:
     """Sequences of equal padded shape, of one or several independent problems.
 
     Axes: o owners, s sequences of each owner, n queries, m keys.  Padded rows of A1, A2, A3 and B
-    are zero; padded queries have weight 0; padded keys are masked.
+    are zero; padded queries have weight 0; padded keys are masked.  A3 of width 0 says that the
+    values are the identity: B then holds attention maps, its columns the keys.
     """
 
     A1: Float[Tensor, "o s n d1"]
@@ -52,7 +53,8 @@ class Chunk:
     @property
     def signature(self) -> tuple:
         """Chunks with equal signatures can be concatenated along their owners."""
-        optional = (self.mask.key_lengths, self.mask.explicit, self.bias, self.key_weight)
+        rule = (self.mask.key_lengths, self.mask.explicit, self.mask.picked)
+        optional = (*rule, self.bias, self.key_weight)
         shared = (self.A1 is self.A2, self.A3 is self.A2)
         shapes = tuple(None if t is None else tuple(t.shape[1:]) for t in optional)
         return (self.A1.shape[1:3], self.A2.shape[2], self.mask.causal, self.scale, shapes, shared)
@@ -72,6 +74,7 @@ class Chunk:
             first.mask,
             key_lengths=cat(lambda c: c.mask.key_lengths),
             explicit=cat(lambda c: c.mask.explicit),
+            picked=cat(lambda c: c.mask.picked),
         )
         names = ("A1", "A2", "A3", "B", "weight", "query_lengths", "owner", "bias", "key_weight")
         fields = {name: cat(lambda c, name=name: getattr(c, name)) for name in names}
@@ -141,12 +144,33 @@ class Chunk:
         mask = self.mask.to(device)
         return self._mapped(lambda t: t.to(device), mask, self.owner.to(device))
 
+    def cast(self, dtype: torch.dtype) -> Chunk:
+        """The same in another floating type."""
+        return self._mapped(
+            lambda t: t.to(dtype) if t.is_floating_point() else t, self.mask, self.owner
+        )
+
     def _owners(self, index: slice | Tensor) -> Chunk:
         return self._mapped(lambda t: t[index], self.mask.owners(index), self.owner[index])
 
     def sequences(self, index: slice | Int[Tensor, " k"]) -> Chunk:
         """The sequences at these places of every owner."""
         return self._mapped(lambda t: t[:, index], self.mask.sequences(index), self.owner)
+
+    def pick(self, index: Int[Tensor, "o s k"], weight: Float[Tensor, "o s k"]) -> Chunk:
+        """k real query rows of every sequence, repeats allowed, under other weights."""
+        bias = self.bias
+        if bias is not None:
+            bias = bias.take_along_dim(index[:, :, None, :, None], 3)
+        return replace(
+            self,
+            A1=self.A1.take_along_dim(index[..., None], 2),
+            B=self.B.take_along_dim(index[..., None], 2),
+            weight=weight,
+            query_lengths=torch.full_like(self.query_lengths, index.shape[2]),
+            mask=self.mask.pick(index, self.weight.shape[2]),
+            bias=bias,
+        )
 
     def _mapped(self, f: Callable[[Tensor], Tensor], mask: Mask, owner: Tensor) -> Chunk:
         names = ("A1", "A2", "A3", "B", "weight", "query_lengths", "bias", "key_weight")

@@ -81,6 +81,12 @@ def truncate(
             that does not fit the problem.
         TypeError: another kind of layer, ranks that are no integers.
         MemoryError: the Gram matrix of all heads' outputs, (h f) x (h f), does not fit.
+
+    Example:
+        >>> layer = nt.FactoredAttention.from_torch(torch.nn.MultiheadAttention(8, 2))
+        >>> x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+        >>> nt.truncate(nt.AttentionProblem(x, x, x, x), layer, ranks=2)
+        FactoredAttention(2 heads; d1 8, d2 8, d3 8, p 8, e 2, f 2; scale 0.5)
     """
     w, shape = _checked(problem, layer)
     e, f = _checked_ranks(ranks, shape)

@@ -9,7 +9,12 @@ import numpy as np
 from torch import Tensor
 
 from newtention.functions import predict
-from newtention.layers import AttentionLayer, BilinearAttention, FactoredAttention
+from newtention.layers import (
+    AttentionLayer,
+    BilinearAttention,
+    FactoredAttention,
+    MapAttention,
+)
 from newtention.notation import ArrayLike
 from newtention.problem import AttentionProblem
 from newtention.solution import Solution
@@ -52,8 +57,10 @@ def singular_values(weights: ArrayLike, eps: float | None = None) -> list[np.nda
 def query_key_and_value_maps(layer: AttentionLayer) -> tuple[np.ndarray, np.ndarray]:
     """X and Y per head, (h, d1, d2) and (h, d3, p); W_Q W_K^T and W_V W_O of a factored layer.
 
-    Biases and rotary positions are left out.
+    Biases and rotary positions are left out.  An attention map has no Y, (0, 1, 1).
     """
+    if isinstance(layer, MapAttention):
+        return as_array(layer.X)[None], np.zeros((0, 1, 1))
     if isinstance(layer, BilinearAttention):
         maps = [as_array(layer.X), as_array(layer.Y)]
         X, Y = (w if w.ndim == 3 else w[None] for w in maps)

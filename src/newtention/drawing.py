@@ -220,7 +220,7 @@ def log_scale(ax: Axes, low: float, high: float) -> None:
     else:
         ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=7))
     ax.yaxis.set_minor_locator(NullLocator())
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: _tick(y)))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: tick(y)))
     ax.yaxis.set_minor_formatter(NullFormatter())
 
 
@@ -233,10 +233,10 @@ def symlog_scale(ax: Axes, threshold: float, largest: float) -> None:
     ticks = [-y for y in reversed(powers)] + [0.0, *powers]
     ax.yaxis.set_major_locator(FixedLocator(ticks))
     ax.yaxis.set_minor_locator(NullLocator())
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: _tick(y)))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: tick(y)))
 
 
-def _tick(value: float) -> str:
+def tick(value: float) -> str:
     """Label of a tick on a log scale: powers of ten as such from 10³ and 10⁻³ on."""
     exponent = math.log10(abs(value)) if value else 0.0
     if abs(exponent) > 2.5 and abs(exponent - round(exponent)) < 1e-9:

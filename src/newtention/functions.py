@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -16,14 +16,17 @@ from torch import Tensor
 from newtention.chunks import Chunk, map_rows
 from newtention.derivatives.gradient import data_loss, loss_and_gradient
 from newtention.derivatives.hessian import HessianBlocks, second_order, second_order_tile
-from newtention.derivatives.linearised import forward_elements
+from newtention.derivatives.linearised import Linearised, forward_elements
+from newtention.derivatives.maps import map_second_order, map_tile
 from newtention.derivatives.penalty import penalty
 from newtention.derivatives.products import Kind, hessian_product
-from newtention.layers import evaluate, weights_of_heads
+from newtention.inputs import require_count
+from newtention.layers import AttentionMap, Bilinear, evaluate, weights_of_heads
 from newtention.memory import hessian_bytes, require_memory
 from newtention.notation import Array, ArrayLike
 from newtention.operators.curvature import CurvatureOperator
 from newtention.problem import AttentionProblem
+from newtention.sampling import Scores, sampled
 from newtention.weights import Point, Weights, as_weights
 
 
@@ -35,6 +38,12 @@ def loss(problem: AttentionProblem, X: Point, Y: ArrayLike | None = None) -> flo
 
     Raises:
         ValueError: weights of the wrong shape, NaN or infinity.
+
+    Example:
+        >>> A = np.eye(2)
+        >>> problem = nt.AttentionProblem(A, A, A, A)
+        >>> nt.loss(problem, np.zeros((2, 2)), np.eye(2))
+        0.5
     """
     w = as_weights(problem, X, Y)
     total = data_loss(problem, w.layer, w.theta) + penalty(problem, w.layer).value(w.theta)
@@ -44,11 +53,21 @@ def loss(problem: AttentionProblem, X: Point, Y: ArrayLike | None = None) -> flo
 
 def gradient(
     problem: AttentionProblem, X: Point, Y: ArrayLike | None = None
-) -> tuple[Array, Array] | dict[str, Array]:
+) -> tuple[Array, Array] | Array | dict[str, Array]:
     """Gradient of the total loss: (GX, GY) shaped like X and Y; for a layer, a dict by block name.
+
+    GX alone where the targets are attention maps.
 
     Raises:
         ValueError: weights of the wrong shape, NaN or infinity.
+
+    Example:
+        >>> A = np.eye(2)
+        >>> problem = nt.AttentionProblem(A, A, A, A)
+        >>> GX, GY = nt.gradient(problem, np.zeros((2, 2)), np.eye(2))
+        >>> GX
+        array([[-0.25,  0.25],
+               [ 0.25, -0.25]])
     """
     w = as_weights(problem, X, Y)
     flat = loss_and_gradient(problem, w.layer, w.theta)[1]
@@ -60,7 +79,8 @@ def gradient(
 class Hessian:
     """Exact Hessian (or Gauss-Newton matrix) of the total loss at one point.
 
-    Nx = h d1 d2 and Ny = h d3 p; rows and columns in the order of the flat vector.
+    Nx = h d1 d2 and Ny = h d3 p, 0 for attention maps; rows and columns in the order of the flat
+    vector.
     """
 
     blocks: HessianBlocks
@@ -109,11 +129,23 @@ def hessian(
 
     Source: the two-product form of docs/mathematics.md; the blocks as printed in the paper's
     Definitions 7.3 and 11.3 are wrong, see docs/errata.md.
+
+    Example:
+        >>> A = np.eye(2)
+        >>> problem = nt.AttentionProblem(A, A, A, A)
+        >>> H = nt.hessian(problem, np.zeros((2, 2)), np.eye(2))
+        >>> H
+        Hessian(8 x 8: X 4, Y 4)
+        >>> H.xx[0]
+        array([ 0.125, -0.125,  0.   ,  0.   ])
     """
     w = as_weights(problem, X, Y)
     _require_kind(kind)
-    layer, x, y = w.bilinear
-    tile = second_order_tile(problem, layer.heads)
+    if isinstance(w.layer, AttentionMap):
+        layer, tile = w.layer, map_tile(problem)
+    else:
+        layer, _, _ = w.bilinear
+        tile = second_order_tile(problem, layer.heads)
     needed = hessian_bytes(layer, problem.batch, problem.like.element_size(), tile)
     require_memory(
         f"The Hessian of {layer.size} unknowns",
@@ -121,8 +153,12 @@ def hessian(
         problem.like.device,
         "use hessian_operator, which never forms it.",
     )
-    share = None if kind == "full" else x.new_zeros(problem.batch)
-    return Hessian(second_order(problem, x, y, share)[3], w)
+    share = None if kind == "full" else w.theta.new_zeros(problem.batch)
+    if isinstance(layer, AttentionMap):
+        H = map_second_order(problem, layer.unpack(w.theta), share)[2]
+        empty, alone = H[:, :, :0], Bilinear(1, layer.d1, layer.d2, 0, 0)
+        return Hessian(HessianBlocks(H, empty, empty[:, :0], alone), w)
+    return Hessian(second_order(problem, *layer.unpack(w.theta), share)[3], w)
 
 
 def hessian_operator(
@@ -138,6 +174,15 @@ def hessian_operator(
 
     Raises:
         ValueError: weights of the wrong shape, NaN, infinity, an unknown kind, or a stack.
+
+    Example:
+        >>> A = np.eye(2)
+        >>> problem = nt.AttentionProblem(A, A, A, A)
+        >>> operator = nt.hessian_operator(problem, np.zeros((2, 2)), np.eye(2))
+        >>> operator.shape
+        (8, 8)
+        >>> operator @ np.ones(8)
+        array([0., 0., 0., 0., 1., 1., 1., 1.])
     """
     _require_single(problem)
     _require_kind(kind)
@@ -145,22 +190,31 @@ def hessian_operator(
 
 
 def predict(problem: AttentionProblem, X: Point, Y: ArrayLike | None = None) -> Array:
-    """The layer's outputs (P A3 Y in the bilinear form), shaped like the targets.
+    """The layer's outputs (P A3 Y in the bilinear form, P for maps), shaped like the targets.
 
-    Padded rows are zero.
+    Padded rows are zero, and so are the entries of maps beyond the keys of their sequence.
 
     Raises:
         ValueError: weights of the wrong shape, NaN or infinity, or a stack of problems.
+
+    Example:
+        >>> A = np.eye(2)
+        >>> problem = nt.AttentionProblem(A, A, A, A)
+        >>> nt.predict(problem, np.zeros((2, 2)), np.eye(2))
+        array([[0.5, 0.5],
+               [0.5, 0.5]])
     """
     _require_single(problem)
     w = as_weights(problem, X, Y)
     elements = forward_elements(problem, w.layer)
 
     def output(tile: Chunk) -> Tensor:
+        if isinstance(w.layer, AttentionMap):  # C + B would round small weights away
+            return weights_of_heads(tile, w.layer.qkv(tile, w.theta))[:, :, 0]
         return evaluate(tile, w.layer, w.theta).C + tile.B
 
     outputs = [map_rows(chunk, output, elements) for chunk in problem.chunks]
-    rows = problem.rows_from_chunks(outputs)
+    rows = problem.rows_from_chunks(outputs, problem.layout.columns if problem.of_maps else 0)
     _require_finite("The output", rows)
     return problem.present(rows)
 
@@ -179,6 +233,13 @@ def attention_weights(
     Raises:
         ValueError: weights of the wrong shape, or a stack of problems.
         IndexError: no such sequence.
+
+    Example:
+        >>> A = np.eye(2)
+        >>> problem = nt.AttentionProblem(A, A, A, A, mask="causal")
+        >>> nt.attention_weights(problem, np.zeros((2, 2)))
+        array([[1. , 0. ],
+               [0.5, 0.5]])
     """
     _require_single(problem)
     count = len(problem.layout.queries)
@@ -196,6 +257,40 @@ def attention_weights(
     return problem.present(P[0] if w.one_head else P)
 
 
+def sample_queries(
+    problem: AttentionProblem,
+    rows: int,
+    X: Point,
+    Y: ArrayLike | None = None,
+    *,
+    scores: Scores = "leverage",
+    seed: int = 0,
+) -> AttentionProblem:
+    """A problem of about `rows` query rows whose sums over rows are right on average.
+
+    Its data loss, gradient, Hessian and Gauss-Newton matrix, at any weights, have those of the
+    whole problem as their means over seeds; the regulariser stays as it is.  Rows have an order of
+    their own.  See `newtention.sampling`.
+
+    Args:
+        problem: one problem.
+        rows: wanted; the problem itself is returned where that is 70 % of them or more.
+        X: query/key map where the scores are taken, or a layer.
+        Y: value map.
+        scores: "leverage", or "uniform", which ignores X and Y.
+        seed: of the draws.
+
+    Raises:
+        ValueError: a stack of problems, rows below 1, unknown scores, weights that do not fit.
+    """
+    _require_single(problem)
+    require_count("rows", rows, 1)
+    if scores not in get_args(Scores):
+        raise ValueError(f'scores must be "leverage" or "uniform"; found {scores!r}.')
+    w = as_weights(problem, X, Y)
+    return sampled(Linearised(problem, w.layer, w.theta), rows, scores, seed)
+
+
 class DerivativeReport(NamedTuple):
     """Relative errors of the closed forms against central finite differences.
 
@@ -211,6 +306,10 @@ class DerivativeReport(NamedTuple):
     def passed(self) -> bool:
         """True when both errors are within the tolerance."""
         return max(self.gradient, self.hessian) <= self.tolerance
+
+    def __repr__(self) -> str:
+        """One line."""
+        return f"DerivativeReport({self})"
 
     def __str__(self) -> str:
         """One line."""

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from newtention.chunks import TILE_ELEMENTS
-from newtention.layers import Bilinear
+from newtention.layers import AttentionMap, Bilinear
 
-_DENSE_MATRICES = 5.5
+DENSE_MATRICES = 5.5
 """Nx x Nx matrices alive while the trust-region step is computed: the scaled Hessian, its shifted
 copy, the factor, the copy of it that `cholesky_solve` makes and the factor of the previous
 multiplier; the half is temporaries.  Measured 4.9 to 6.1 (tests/unit/test_memory.py)."""
@@ -29,19 +29,23 @@ WORKSPACE = 32 << 20
 """Buffers of BLAS and LAPACK."""
 
 
-def newton_bytes(layer: Bilinear, members: int, itemsize: int, tile: int = TILE_ELEMENTS) -> int:
+def newton_bytes(
+    layer: Bilinear | AttentionMap, members: int, itemsize: int, tile: int = TILE_ELEMENTS
+) -> int:
     """Peak bytes of a dense Newton solve with so many members in the batch.
 
     tile: elements of the widest intermediate of a pass over the data.
     """
     nx, ny = layer.size_x, layer.size_y
-    step = _DENSE_MATRICES * nx * nx
+    step = DENSE_MATRICES * nx * nx
     elimination = _ASSEMBLED * nx * nx + _MIXED_MATRICES * nx * ny
     dense = members * max(step, elimination)
     return int(itemsize * (dense + _TILES * tile)) + WORKSPACE
 
 
-def hessian_bytes(layer: Bilinear, members: int, itemsize: int, tile: int = TILE_ELEMENTS) -> int:
+def hessian_bytes(
+    layer: Bilinear | AttentionMap, members: int, itemsize: int, tile: int = TILE_ELEMENTS
+) -> int:
     """Peak bytes of forming the exact Hessian and its dense matrix."""
     nx, ny = layer.size_x, layer.size_y
     assembly = 2.75 * nx * nx + 3 * nx * ny  # packed triangle, unpacked rows, one block, the result

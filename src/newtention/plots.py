@@ -43,6 +43,7 @@ from newtention.drawing import (
     title,
 )
 from newtention.notation import ArrayLike
+from newtention.path_figure import regularisation_path as regularisation_path
 from newtention.solution import Solution
 
 Against = Literal["iteration", "seconds"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -12,30 +13,20 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from newtention.chunks import Chunk, reduce
-from newtention.inputs import (
-    as_batch_biases,
-    as_batch_masks,
-    as_bias,
-    as_boolean,
-    as_lengths,
-    as_like,
-    as_list,
-    as_offsets,
-    as_tensors,
-    is_causal,
-    require_shape,
-    shape_text,
-)
+from newtention.display import Displayed, Table
+from newtention.inputs import as_tensors, is_causal, require_shape
 from newtention.notation import Array, ArrayLike
 from newtention.regularizers import (
     Proximity,
     Quadratic,
     Regularizer,
+    Ridge,
     TokenWeights,
     stack_quadratics,
     zero_quadratic,
 )
 from newtention.segments import Segment, as_chunks
+from newtention.sequences import padded_sequences, ragged_sequences, unmatchable
 
 
 class Layout(NamedTuple):
@@ -45,6 +36,7 @@ class Layout(NamedTuple):
     order: for every chunk, the sequence at each of its places.
     queries, keys: real rows of every sequence.
     padded: rows per sequence of a padded batch.
+    columns: keys per sequence of a padded batch; the most keys of any sequence otherwise.
     """
 
     kind: Literal["single", "padded", "ragged"]
@@ -52,10 +44,11 @@ class Layout(NamedTuple):
     queries: tuple[int, ...]
     keys: tuple[int, ...]
     padded: int
+    columns: int = 0
 
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
-class AttentionProblem:
+class AttentionProblem(Displayed):
     """Fit softmax(scale A1 X A2^T + bias) A3 Y to B over X and Y.
 
     minimise 1/2 sum_j q_j ||(P A3 Y - B)_j||^2 + regulariser, summed over sequences that share X
@@ -87,6 +80,12 @@ class AttentionProblem:
             allowed key.
         TypeError: torch and NumPy or float32 and float64 mixed, complex numbers, a mask that is
             not boolean.
+
+    Example:
+        >>> A = np.arange(6.0).reshape(3, 2)
+        >>> nt.AttentionProblem(A, A, A, np.ones((3, 1)), mask="causal")
+        AttentionProblem(1 sequence(s), 3 queries, 3 keys; d1 2, d2 2, d3 2, p 1; scale 1,
+        mask causal; float64 on cpu)
     """
 
     chunks: tuple[Chunk, ...]
@@ -119,67 +118,119 @@ class AttentionProblem:
         regularizer: Regularizer | None = None,
     ) -> None:
         t, numpy = as_tensors({"A1": A1, "A2": A2, "A3": A3, "B": B})
-        a1, a2, a3, b = t["A1"], t["A2"], t["A3"], t["B"]
-        if a1.ndim not in (2, 3):
-            raise ValueError(
-                "A1 must be 2-D (one sequence) or 3-D (a padded batch); "
-                f"found {shape_text(a1.shape)}."
-            )
-        lead = tuple(a1.shape[:-2])
-        require_shape("A2", a2, (*lead, None, None), "as many axes and sequences as A1")
-        n, m = a1.shape[-2], a2.shape[-2]
-        require_shape("A3", a3, (*lead, m, None), "as many rows as A2")
-        require_shape("B", b, (*lead, n, None), "as many rows as A1")
-        _require_not_empty(t)
-        if len(lead) == 0 and (lengths is not None or key_lengths is not None):
-            raise ValueError("lengths= and key_lengths= are for 3-D (padded) data; A1 is 2-D.")
+        segments = padded_sequences(
+            t,
+            lengths=lengths,
+            key_lengths=key_lengths,
+            mask=mask,
+            bias=bias,
+            query_weights=query_weights,
+            token_weights=_token_weights(regularizer),
+        )
+        self._build(segments, tuple(t["B"].shape), is_causal(mask), scale, regularizer, numpy)
 
-        count = lead[0] if lead else 1
-        queries = [n] * count if lengths is None else as_lengths("lengths", lengths, count, n)
-        if key_lengths is not None:
-            keys = as_lengths("key_lengths", key_lengths, count, m)
-        elif lengths is None:
-            keys = [m] * count
-        elif n == m:
-            keys = queries
-        else:
-            raise ValueError(
-                f"key_lengths= must be given beside lengths=: A1 has {n} rows, A2 has {m}."
-            )
+    @classmethod
+    def from_maps(
+        cls,
+        A1: ArrayLike,
+        A2: ArrayLike,
+        B: ArrayLike,
+        *,
+        lengths: ArrayLike | None = None,
+        key_lengths: ArrayLike | None = None,
+        mask: ArrayLike | Literal["causal"] | None = None,
+        bias: ArrayLike | None = None,
+        scale: float = 1.0,
+        query_weights: ArrayLike | None = None,
+        regularizer: Regularizer | None = None,
+    ) -> AttentionProblem:
+        """Fit softmax(scale A1 X A2^T + bias) itself to attention maps B, over X alone.
 
-        weight = None
-        if query_weights is not None:
-            weight = as_like("query_weights", query_weights, b)
-            require_shape("query_weights", weight, (*lead, n), "one weight per row of B")
-        key_weight = None
-        if isinstance(regularizer, TokenWeights):
-            key_weight = as_like("TokenWeights(w)", regularizer.w, b)
-            require_shape("TokenWeights(w)", key_weight, (*lead, m), "one weight per key token")
+        The paper's multiple softmax regression (Definition 1.4): the problem with A3 Y = I, which
+        is never stored.  Weights are X (d1, d2) or a `MapAttention`; there is no Y.
 
-        def split(x: Tensor | None, i: int, rows: int) -> Any:
-            if x is None:
-                return None
-            return (x if not lead else x[i])[:rows]
+        Args:
+            A1: query-side tokens, (n, d1) or (s, n, d1).
+            A2: key-side tokens, (m, d2) or (s, m, d2).
+            B: maps, (n, m) or (s, n, m); entries beyond the lengths count for nothing.  A warning
+                says where no attention map can equal them: sums other than 1, negative entries,
+                weight on pairs that are not allowed.
+            lengths: as for `AttentionProblem`, like all that follow.
+            key_lengths: real keys per sequence.
+            mask: None, "causal" or booleans.
+            bias: added to the logits, for one head.
+            scale: multiplies A1 X A2^T.
+            query_weights: weight of each row of B.
+            regularizer: `Ridge(x=)`, `TokenWeights` or `Proximity` around a `MapAttention`.
 
-        allowed, causal = as_batch_masks(mask, lead, n, m, b.device)
-        biases = as_batch_biases(bias, lead, n, m, b)
-        segments = []
-        for i, (rows, cols) in enumerate(zip(queries, keys, strict=True)):
-            key_tokens = split(a2, i, cols)
-            segments.append(
-                Segment(
-                    key_tokens if a1 is a2 and rows == cols else split(a1, i, rows),
-                    key_tokens,
-                    key_tokens if a3 is a2 else split(a3, i, cols),
-                    split(b, i, rows),
-                    split(weight, i, rows),
-                    None if allowed is None else allowed[i][:rows, :cols],
-                    None if biases is None else biases[i][:, :rows, :cols],
-                    split(key_weight, i, cols),
-                )
-            )
-        kind: Literal["single", "padded"] = "padded" if lead else "single"
-        self._build(segments, kind, n, causal, scale, regularizer, numpy)
+        Raises:
+            ValueError, TypeError: as for `AttentionProblem`; also a bias or a regulariser that
+                asks for several heads or for Y.
+        """
+        t, numpy = as_tensors({"A1": A1, "A2": A2, "B": B})
+        segments = padded_sequences(
+            t,
+            lengths=lengths,
+            key_lengths=key_lengths,
+            mask=mask,
+            bias=bias,
+            query_weights=query_weights,
+            token_weights=_token_weights(regularizer),
+        )
+        problem = cls.__new__(cls)
+        problem._build(segments, tuple(t["B"].shape), is_causal(mask), scale, regularizer, numpy)
+        problem._require_maps()
+        return problem
+
+    @classmethod
+    def from_ragged_maps(
+        cls,
+        queries: ArrayLike,
+        targets: ArrayLike,
+        *,
+        offsets: ArrayLike,
+        keys: ArrayLike | None = None,
+        key_offsets: ArrayLike | None = None,
+        mask: Sequence[ArrayLike] | Literal["causal"] | None = None,
+        bias: Sequence[ArrayLike] | None = None,
+        scale: float = 1.0,
+        query_weights: ArrayLike | None = None,
+        regularizer: Regularizer | None = None,
+    ) -> AttentionProblem:
+        """Attention maps of sequences of different lengths, rows concatenated; see `from_maps`.
+
+        Args:
+            queries: (N, d1) tokens of all sequences.
+            targets: (N, longest number of keys, or more); a row's entries beyond the keys of its
+                sequence count for nothing.
+            offsets: as for `from_ragged`, like all that follow.
+            keys: (M, d2); the queries by default.
+            key_offsets: of the keys.
+            mask: None, "causal", or one boolean array per sequence.
+            bias: one array per sequence.
+            scale: multiplies the logits.
+            query_weights: (N,) weight of each row of targets.
+            regularizer: as for `from_maps`.
+
+        Raises:
+            ValueError, TypeError: as for `from_maps`.
+        """
+        given = {"queries": queries, "keys": keys, "targets": targets}
+        t, numpy = as_tensors({name: a for name, a in given.items() if a is not None})
+        segments = ragged_sequences(
+            t,
+            maps=True,
+            offsets=offsets,
+            key_offsets=key_offsets,
+            mask=mask,
+            bias=bias,
+            query_weights=query_weights,
+            token_weights=_token_weights(regularizer),
+        )
+        problem = cls.__new__(cls)
+        problem._build(segments, (), is_causal(mask), scale, regularizer, numpy)
+        problem._require_maps()
+        return problem
 
     @classmethod
     def from_ragged(
@@ -217,64 +268,18 @@ class AttentionProblem:
         """
         given = {"queries": queries, "keys": keys, "values": values, "targets": targets}
         t, numpy = as_tensors({name: a for name, a in given.items() if a is not None})
-        a1, b = t["queries"], t["targets"]
-        a2 = t.get("keys", a1)
-        a3 = t.get("values", a2)
-        for name, x in t.items():
-            require_shape(name, x, (None, None), "rows of all sequences, concatenated")
-        _require_not_empty(t)
-        require_shape("targets", b, (a1.shape[0], None), "as many rows as queries")
-        if values is not None:
-            require_shape("values", a3, (a2.shape[0], None), "as many rows as keys")
-        q_off = as_offsets("offsets", offsets, a1.shape[0])
-        if key_offsets is None and keys is not None and a2.shape[0] != a1.shape[0]:
-            raise ValueError(
-                f"key_offsets= must be given: queries have {a1.shape[0]} rows, keys {a2.shape[0]}."
-            )
-        k_off = q_off if key_offsets is None else as_offsets("key_offsets", key_offsets, len(a2))
-        if len(k_off) != len(q_off):
-            raise ValueError(
-                f"key_offsets must name as many sequences as offsets, {len(q_off) - 1}; "
-                f"found {len(k_off) - 1}."
-            )
-        weight = None
-        if query_weights is not None:
-            weight = as_like("query_weights", query_weights, b)
-            require_shape("query_weights", weight, (len(b),), "one weight per row of targets")
-        key_weight = None
-        if isinstance(regularizer, TokenWeights):
-            key_weight = as_like("TokenWeights(w)", regularizer.w, b)
-            require_shape("TokenWeights(w)", key_weight, (len(a2),), "one weight per key token")
-
-        segments = []
-        count = len(q_off) - 1
-        masks = as_list("mask", None if isinstance(mask, str) else mask, count)
-        biases = as_list("bias", bias, count)
-        for i in range(count):
-            rows, cols = slice(q_off[i], q_off[i + 1]), slice(k_off[i], k_off[i + 1])
-            n, m = rows.stop - rows.start, cols.stop - cols.start
-            allowed = None
-            if masks is not None:
-                allowed = as_boolean(f"mask[{i}]", masks[i], b.device)
-                require_shape(f"mask[{i}]", allowed, (n, m), "queries x keys of the sequence")
-            part = None
-            if biases is not None:
-                part = as_bias(f"bias[{i}]", biases[i], n, m, b)
-            key_tokens = a2[cols]
-            segments.append(
-                Segment(
-                    key_tokens if a2 is a1 and rows == cols else a1[rows],
-                    key_tokens,
-                    key_tokens if a3 is a2 else a3[cols],
-                    b[rows],
-                    None if weight is None else weight[rows],
-                    allowed,
-                    part,
-                    None if key_weight is None else key_weight[cols],
-                )
-            )
+        segments = ragged_sequences(
+            t,
+            maps=False,
+            offsets=offsets,
+            key_offsets=key_offsets,
+            mask=mask,
+            bias=bias,
+            query_weights=query_weights,
+            token_weights=_token_weights(regularizer),
+        )
         problem = cls.__new__(cls)
-        problem._build(segments, "ragged", 0, is_causal(mask), scale, regularizer, numpy)
+        problem._build(segments, (), is_causal(mask), scale, regularizer, numpy)
         return problem
 
     @classmethod
@@ -331,9 +336,13 @@ class AttentionProblem:
 
     @property
     def widths(self) -> tuple[int, int, int, int]:
-        """(d1, d2, d3, p)."""
-        c = self.chunks[0]
-        return c.A1.shape[-1], c.A2.shape[-1], c.A3.shape[-1], c.B.shape[-1]
+        """(d1, d2, d3, p); d3 and p are 0 where the targets are attention maps."""
+        return _widths(self.chunks[0])
+
+    @property
+    def of_maps(self) -> bool:
+        """Whether the targets are attention maps: the values are the identity, there is no Y."""
+        return self.widths[2] == 0
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -429,21 +438,38 @@ class AttentionProblem:
             return self
         return self.with_chunks(tuple(replace(c, weight=c.weight * (total / part)) for c in chunks))
 
-    def with_chunks(self, chunks: tuple[Chunk, ...]) -> AttentionProblem:
-        """The same with other data, for curvature and sizes: rows lose the user's order."""
+    def with_chunks(
+        self, chunks: tuple[Chunk, ...], layout: Layout | None = None
+    ) -> AttentionProblem:
+        """The same with other data; without their layout, rows lose the user's order."""
         other = AttentionProblem.__new__(AttentionProblem)
-        other._set(**{**self.__dict__, "chunks": chunks})
+        layout = self.layout if layout is None else layout
+        other._set(**{**self.__dict__, "chunks": chunks, "layout": layout})
         return other
 
-    def rows_from_chunks(self, values: Sequence[Float[Tensor, "1 _ _ k"]]) -> Tensor:
+    def cast(self, dtype: torch.dtype) -> AttentionProblem:
+        """The same data in another floating type, for curvature: targets may overflow."""
+        chunks = tuple(chunk.cast(dtype) for chunk in self.chunks)
+        other = AttentionProblem.__new__(AttentionProblem)
+        quadratic = self.quadratic.cast(dtype)
+        other._set(**{**self.__dict__, "chunks": chunks, "quadratic": quadratic})
+        return other
+
+    def rows_from_chunks(
+        self, values: Sequence[Float[Tensor, "1 _ _ _"]], width: int = 0
+    ) -> Tensor:
         """Arrange per-query results of every chunk in the layout of the user's arrays.
 
-        Padded rows of a padded batch are zero.
+        Padded rows of a padded batch are zero.  Narrower results (attention maps of shorter
+        sequences) are filled up with zeros to the widest, and to `width`.
         """
         rows: list[Tensor] = [torch.empty(0)] * len(self.layout.queries)
+        width = max(width, *(value.shape[-1] for value in values))
         for places, value in zip(self.layout.order, values, strict=True):
+            missing = width - value.shape[-1]
+            whole = torch.nn.functional.pad(value, (0, missing)) if missing else value
             for place, i in enumerate(places):
-                rows[i] = value[0, place, : self.layout.queries[i]]
+                rows[i] = whole[0, place, : self.layout.queries[i]]
         if self.layout.kind == "single":
             return rows[0]
         if self.layout.kind == "ragged":
@@ -459,19 +485,41 @@ class AttentionProblem:
 
     def __repr__(self) -> str:
         """Shapes at a glance."""
-        d1, d2, d3, p = self.widths
+        facts = self._facts()
         if self.parts:
-            return (
-                f"AttentionProblem(stack of {self.batch}; d1 {d1}, d2 {d2}, d3 {d3}, p {p}, "
-                f"{str(self.like.dtype)[6:]} on {self.like.device})"
-            )
-        lay = self.layout
+            widths, numbers = facts["Widths"], facts["Numbers"]
+            return f"AttentionProblem(stack of {self.batch}; {widths}, {numbers})"
         extra = "" if self.regularizer is None else f", {self.regularizer.describe()['name']}"
         return (
-            f"AttentionProblem({len(lay.queries)} sequence(s), {sum(lay.queries)} queries, "
-            f"{sum(lay.keys)} keys; d1 {d1}, d2 {d2}, d3 {d3}, p {p}; scale {self.scale:g}, "
-            f"mask {self.mask}{extra}; {str(self.like.dtype)[6:]} on {self.like.device})"
+            f"AttentionProblem({facts['Sequences']} sequence(s), {facts['Queries']} queries, "
+            f"{facts['Keys']} keys; {facts['Widths']}; scale {facts['Scale']}, "
+            f"mask {facts['Mask']}{extra}; {facts['Numbers']})"
         )
+
+    def _facts(self) -> dict[str, str]:
+        names = ("d1", "d2") if self.of_maps else ("d1", "d2", "d3", "p")
+        sizes = [f"{name} {width}" for name, width in zip(names, self.widths, strict=False)]
+        shared = {
+            "Widths": ", ".join(sizes + ["attention maps"] * self.of_maps),
+            "Numbers": f"{str(self.like.dtype)[6:]} on {self.like.device}",
+        }
+        if self.parts:
+            return {"Problems": str(self.batch), **shared}
+        described = {"name": "none"} if self.regularizer is None else self.regularizer.describe()
+        settings = [f"{name} {value}" for name, value in described.items() if name != "name"]
+        return {
+            "Sequences": str(len(self.layout.queries)),
+            "Queries": str(sum(self.layout.queries)),
+            "Keys": str(sum(self.layout.keys)),
+            **shared,
+            "Scale": f"{self.scale:g}",
+            "Mask": self.mask,
+            "Regulariser": ", ".join([str(described["name"]), *settings]),
+        }
+
+    def _table(self) -> Table:
+        title = "AttentionProblem, a stack" if self.parts else "AttentionProblem"
+        return Table(title, [*self._facts().items()])
 
     def _set(self, **fields: Any) -> None:
         for name, value in fields.items():
@@ -479,10 +527,9 @@ class AttentionProblem:
 
     @staticmethod
     def _compiled(regularizer: Regularizer | None, chunks: tuple[Chunk, ...]) -> Quadratic:
-        c = chunks[0]
-        d1, d2, d3, p = (t.shape[-1] for t in (c.A1, c.A2, c.A3, c.B))
+        d1, d2, d3, p = _widths(chunks[0])
         if regularizer is None:
-            return zero_quadratic(1, d1, d2, d3, c.A1)
+            return zero_quadratic(1, d1, d2, d3, chunks[0].A1)
         quadratic = regularizer.quadratic(chunks)
         _require_centre(quadratic, d1, d2, d3, p)
         return quadratic
@@ -490,13 +537,13 @@ class AttentionProblem:
     def _build(
         self,
         segments: list[Segment],
-        kind: Literal["single", "padded", "ragged"],
-        padded: int,
+        shape: tuple[int, ...],
         causal: bool,
         scale: float,
         regularizer: Regularizer | None,
         numpy: bool,
     ) -> None:
+        """Shape is that of the targets, empty where rows are concatenated."""
         scale = float(scale)
         if not math.isfinite(scale) or scale <= 0:
             raise ValueError(f"scale must be a positive finite number; found {scale}.")
@@ -515,19 +562,25 @@ class AttentionProblem:
             batch=1,
             quadratic=quadratic,
             regularizer=regularizer,
-            layout=Layout(
-                kind,
-                order,
-                tuple(len(s.A1) for s in segments),
-                tuple(len(s.A2) for s in segments),
-                padded,
-            ),
+            layout=_layout(segments, order, shape),
             scale=scale,
             mask="causal" if causal else "explicit" if explicit else "none",
             numpy=numpy,
             parts=(),
         )
         self._require_heads()
+
+    def _require_maps(self) -> None:
+        """Raise ValueError for what attention maps do not have; warn of targets that are none."""
+        if self.bias_heads is not None:
+            raise ValueError(
+                f"bias must be for one head, since a map has one; found {self.bias_heads} heads."
+            )
+        if isinstance(self.regularizer, Ridge) and self.regularizer.y:
+            raise ValueError("Ridge(y=) must be 0: a fit of attention maps has no Y.")
+        fault = unmatchable(self.chunks)
+        if fault is not None:
+            warnings.warn(fault, stacklevel=3)
 
     def _require_heads(self) -> None:
         centre = self.quadratic.centre_x
@@ -545,10 +598,22 @@ def _require_regularizer(regularizer: object) -> None:
         )
 
 
-def _require_not_empty(tensors: dict[str, Tensor]) -> None:
-    for name, t in tensors.items():
-        if t.numel() == 0:
-            raise ValueError(f"{name} must not be empty; found {shape_text(t.shape)}.")
+def _token_weights(regularizer: Regularizer | None) -> ArrayLike | None:
+    return regularizer.w if isinstance(regularizer, TokenWeights) else None
+
+
+def _widths(c: Chunk) -> tuple[int, int, int, int]:
+    d1, d2, d3, p = (t.shape[-1] for t in (c.A1, c.A2, c.A3, c.B))
+    return d1, d2, d3, p if d3 else 0  # no values: the columns of B are the keys
+
+
+def _layout(
+    segments: Sequence[Segment], order: tuple[tuple[int, ...], ...], shape: tuple[int, ...]
+) -> Layout:
+    queries, keys = tuple(len(s.A1) for s in segments), tuple(len(s.A2) for s in segments)
+    if len(shape) == 3:
+        return Layout("padded", order, queries, keys, *shape[1:])
+    return Layout("single" if shape else "ragged", order, queries, keys, 0, max(keys))
 
 
 def _require_centre(quadratic: Quadratic, d1: int, d2: int, d3: int, p: int) -> None:

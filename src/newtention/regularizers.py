@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from newtention.chunks import Chunk, reduce
-from newtention.inputs import as_like
+from newtention.inputs import as_like, shape_text
 from newtention.notation import ArrayLike
 
 
@@ -36,8 +36,11 @@ class Quadratic:
         self, X: Float[Tensor, "b h d1 d2"], Y: Float[Tensor, "b h d3 p"]
     ) -> tuple[Float[Tensor, "b h d1 d2"], Float[Tensor, "b h d3 p"]]:
         """Curvature times a direction (X, Y)."""
-        KX = torch.einsum("btac,bhcd,btde->bhae", self.left, X, self.right)
-        return KX, self.gram[:, None] @ Y
+        return self.apply_x(X), self.gram[:, None] @ Y
+
+    def apply_x(self, X: Float[Tensor, "b h d1 d2"]) -> Float[Tensor, "b h d1 d2"]:
+        """Curvature in X times a direction."""
+        return torch.einsum("btac,bhcd,btde->bhae", self.left, X, self.right)
 
     def gradient(
         self, X: Float[Tensor, "b h d1 d2"], Y: Float[Tensor, "b h d3 p"]
@@ -68,6 +71,16 @@ class Quadratic:
             gram=self.gram[index],
             centre_x=None if self.centre_x is None else self.centre_x[index],
             centre_y=None if self.centre_y is None else self.centre_y[index],
+        )
+
+    def cast(self, dtype: torch.dtype) -> Quadratic:
+        """The same in another floating type."""
+        return Quadratic(
+            self.left.to(dtype),
+            self.right.to(dtype),
+            self.gram.to(dtype),
+            None if self.centre_x is None else self.centre_x.to(dtype),
+            None if self.centre_y is None else self.centre_y.to(dtype),
         )
 
     def _offset(self, X: Tensor, Y: Tensor) -> tuple[Tensor, Tensor]:
@@ -202,7 +215,7 @@ class TokenWeights(Regularizer):
     Source: Gao, Song, Wang, Yin, Definitions 6.2 and 6.5 (the regularised loss).
     """
 
-    w: ArrayLike = field(repr=False)
+    w: ArrayLike
 
     def quadratic(self, chunks: Sequence[Chunk]) -> Quadratic:
         """One Kronecker term (A1^T A1) (x) (A2^T W^2 A2) per sequence."""
@@ -221,6 +234,12 @@ class TokenWeights(Regularizer):
         w = torch.as_tensor(self.w)
         return {"name": "token weights", "min": float(w.min()), "max": float(w.max())}
 
+    def __repr__(self) -> str:
+        """How many weights."""
+        shape = getattr(self.w, "shape", None)
+        found = f"a {type(self.w).__name__}" if shape is None else f"{shape_text(shape)} weights"
+        return f"TokenWeights({found})"
+
 
 @dataclass(frozen=True, eq=False)
 class Proximity(Regularizer):
@@ -236,7 +255,8 @@ class Proximity(Regularizer):
     its result by what the reference makes of it: see `newtention.derivatives.proximity`.
 
     Args:
-        reference: (X, Y), shaped like the solution, or a layer.
+        reference: (X, Y), shaped like the solution, or a layer; a `MapAttention` for attention
+            maps, whose penalty is the first term alone.
         strength: at least 0.
         isotropic: around a factored layer only: replace each moment matrix by the identity of equal
             trace.  That holds back directions which the data hardly show, the ones that overfit.
@@ -253,8 +273,9 @@ class Proximity(Regularizer):
     def __post_init__(self) -> None:
         """Check the settings."""
         object.__setattr__(self, "strength", _strength("Proximity(strength=)", self.strength))
-        if hasattr(self.reference, "X") and hasattr(self.reference, "Y"):  # a bilinear layer
-            object.__setattr__(self, "reference", (self.reference.X, self.reference.Y))
+        if hasattr(self.reference, "X"):  # a bilinear layer, or an attention map, without Y
+            Y = getattr(self.reference, "Y", None)
+            object.__setattr__(self, "reference", (self.reference.X, Y))
         pair = isinstance(self.reference, tuple | list) and len(self.reference) == 2
         if not pair and not self.around_layer:
             raise TypeError(
@@ -276,7 +297,13 @@ class Proximity(Regularizer):
             d1, d2, d3 = (t.shape[-1] for t in (c.A1, c.A2, c.A3))
             return zero_quadratic(1, d1, d2, d3, c.A1)
         S1, S2, S3, n, m = token_moments(chunks)
-        X, Y = (_with_heads(t, S1) for t in self.reference)
+        X, Y = (None if t is None else _with_heads(t, S1) for t in self.reference)
+        of_maps = S3.shape[-1] == 0
+        if X is None or (Y is None) != of_maps:
+            wanted = "a MapAttention, as the targets are attention maps" if of_maps else "(X, Y)"
+            raise ValueError(f"Proximity(reference=) must be {wanted}.")
+        if Y is None:
+            Y = X[..., :0, :0]
         return Quadratic(
             self.strength * S1[:, None],
             S2[:, None] / m,

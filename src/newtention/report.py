@@ -40,7 +40,7 @@ from newtention.diagnostics import (
 )
 from newtention.drawing import number
 from newtention.functions import attention_weights, hessian, hessian_operator
-from newtention.layers import BilinearAttention
+from newtention.layers import BilinearAttention, FactoredAttention, MapAttention
 from newtention.problem import AttentionProblem
 from newtention.solution import Solution
 
@@ -96,7 +96,8 @@ def write_report(
         version=newtention.__version__,
         gauss_newton=solution.history.column("model").count("gauss-newton"),
         solution=solution,
-        factored=not isinstance(solution.layer, BilinearAttention),
+        factored=isinstance(solution.layer, FactoredAttention),
+        of_maps=problem.of_maps,
         last=solution.history[-1] if solution.history else None,
         energy=_energy(problem, solution),
         meaning=_meaning(problem, solution),
@@ -195,7 +196,8 @@ def _data(problem: AttentionProblem, solution: Solution) -> dict[str, str]:
         "Sequences": f"{len(lay.queries):,}",
         "Queries": span(lay.queries),
         "Keys": span(lay.keys),
-        "Widths": f"query {d1}, key {d2}, value {d3}, output {p}",
+        "Widths": f"query {d1}, key {d2}"
+        + ("" if problem.of_maps else f", value {d3}, output {p}"),
         "Heads": str(shape.heads),
         "Unknowns": f"{shape.size:,} ({blocks})",
         "Mask": mask,
@@ -318,7 +320,7 @@ def _curvature(problem: AttentionProblem, solution: Solution) -> dict[str, Any]:
             f"the limit of {LARGEST_SPECTRUM:,} for a report."
         }
     try:
-        if isinstance(solution.layer, BilinearAttention):
+        if isinstance(solution.layer, BilinearAttention | MapAttention):
             H = as_array(hessian(problem, solution.layer).to_dense())
         else:
             H = as_array(hessian_operator(problem, solution.layer).to_dense())
@@ -355,7 +357,7 @@ def _singular(solution: Solution) -> dict[str, Any]:
     ranks = {}
     X, Y = query_key_and_value_maps(solution.layer)
     eps = epsilon(next(iter(vars(solution.layer).values())))
-    for name, weights in (("X", X), ("Y", Y)):
+    for name, weights in (("X", X), ("Y", Y)) if len(Y) else (("X", X),):
         found = [int((sizes > 0).sum()) for sizes in singular_values(weights, eps)]
         ranks[name] = f"{min(found)} to {max(found)}" if len(set(found)) > 1 else str(found[0])
     drawn = plots.singular_values(X, Y, eps)

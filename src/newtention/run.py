@@ -14,7 +14,7 @@ from torch import Tensor
 from newtention.checkpoint import Checkpoint, Saved
 from newtention.derivatives.gradient import data_loss
 from newtention.derivatives.penalty import penalty
-from newtention.layers import AttentionLayer, BilinearAttention, Parametrisation
+from newtention.layers import AttentionLayer, BilinearAttention, MapAttention, Parametrisation
 from newtention.newton.iterates import NEXT_MEMBER, Iterate
 from newtention.notation import Array
 from newtention.problem import AttentionProblem
@@ -43,6 +43,14 @@ class Progress:
     max_seconds: float | None
     _layer: Callable[[], AttentionLayer] = field(repr=False)
 
+    def __repr__(self) -> str:
+        """One line."""
+        running = len(self.ended) - sum(self.ended)
+        return (
+            f"Progress(iteration {self.iteration}, loss {self.record.loss:.6g}, "
+            f"{running} of {len(self.ended)} starts running, {self.seconds:.3g} s)"
+        )
+
     @property
     def layer(self) -> AttentionLayer:
         """Current weights of the start that `record` belongs to."""
@@ -50,8 +58,9 @@ class Progress:
 
     @property
     def X(self) -> Array:
-        """The query/key map of `layer`, in the bilinear form."""
-        return _bilinear(self.layer).X
+        """The query/key map of `layer`, in the bilinear form or of attention maps."""
+        layer = self.layer
+        return layer.X if isinstance(layer, MapAttention) else _bilinear(layer).X
 
     @property
     def Y(self) -> Array:
@@ -300,7 +309,7 @@ class Run:
 
 def _bilinear(layer: AttentionLayer) -> BilinearAttention:
     if not isinstance(layer, BilinearAttention):
-        raise AttributeError("A factored layer has no X and Y; use progress.layer.")
+        raise AttributeError(f"A {type(layer).__name__} has no X and Y; use progress.layer.")
     return layer
 
 

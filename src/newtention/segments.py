@@ -13,7 +13,10 @@ from newtention.masks import Mask
 
 
 class Segment(NamedTuple):
-    """One sequence before it is placed in a chunk; its tensors are views of the user's arrays."""
+    """One sequence before it is placed in a chunk; its tensors are views of the user's arrays.
+
+    A3 of width 0: the values are the identity, and B (n, m) holds attention maps.
+    """
 
     A1: Float[Tensor, "n d1"]
     A2: Float[Tensor, "m d2"]
@@ -81,7 +84,7 @@ def _chunk(segments: list[Segment], causal: bool, scale: float) -> Chunk:
         A1=A1,
         A2=A2,
         A3=A3,
-        B=rows("B", n),
+        B=rows("B", n) if first.A3.shape[-1] else _padded([s.B for s in segments], (n, m)),
         weight=_padded(weights, (n,)),
         query_lengths=query_lengths,
         owner=torch.zeros(1, **ints),

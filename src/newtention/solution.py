@@ -6,8 +6,12 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-from newtention.layers import AttentionLayer, BilinearAttention
+from newtention.display import Displayed, Table, aligned, sparkline
+from newtention.layers import AttentionLayer, BilinearAttention, MapAttention
 from newtention.notation import Array
+
+MATRIX_FREE = ("newton-cg", "sketched")
+"""Methods that multiply by the curvature instead of factoring it."""
 
 
 class Status(StrEnum):
@@ -21,6 +25,7 @@ class Status(StrEnum):
     INTERRUPTED = "interrupted"
     EARLY_STOP = "early stop"
     OVERFLOW = "overflow"
+    LEFT_REGIME = "left the regime"
 
     @property
     def sentence(self) -> str:
@@ -41,6 +46,9 @@ _SENTENCES = {
     Status.INTERRUPTED: "Interrupted; this is the best point so far.",
     Status.OVERFLOW: "Stopped because the derivatives overflow or underflow here; rescale the "
     "tokens or the targets. This is the last usable point.",
+    Status.LEFT_REGIME: "Left the regime in which the paper's approximate Newton steps are proved "
+    'to contract; this is the best point so far. Larger token weights, or method="auto", would go '
+    "on.",
 }
 
 
@@ -54,12 +62,13 @@ class Record:
     decrement: sqrt of the next step's predicted decrease over 1/2 sum_j q_j ||B_j||^2; compared
         with `tol` when that step is a full Newton step.
     damping: multiplier of the metric for the next step (the Newton system is scaled to a unit
-        diagonal); 0 for "newton-cg", which has a radius alone.
-    radius: trust-region radius for the next step, in the scaled metric or, for "newton-cg", the
-        norm of the preconditioner.
-    model: "gauss-newton" or "newton", the curvature used here.
+        diagonal); 0 for "newton-cg" and "sketched", which have a radius alone.
+    radius: trust-region radius for the next step, in the scaled metric or, for those two, the norm
+        of the preconditioner.
+    model: "gauss-newton", "newton" or "paper", the curvature used here.
     seconds: since the start of the run.
     validation: relative loss on the validation problem, None without one.
+    bound: of the approximate Hessian's error, for "paper"; see `newtention.newton.regime.Regime`.
 
     Of the step (0, and None for the ratio, at the start):
     change: decrease of the loss.
@@ -67,7 +76,7 @@ class Record:
     ratio: actual over predicted decrease; None where it promised less than rounding can show.
     trials: steps tried, the accepted one included.
     inner: linear algebra behind the record: Cholesky factorisations of the whole batch since the
-        last one, or products with the curvature for "newton-cg".
+        last one, or products with the curvature for those two.
     """
 
     iteration: int
@@ -84,6 +93,14 @@ class Record:
     inner: int
     seconds: float
     validation: float | None = None
+    bound: float | None = None
+
+    def __repr__(self) -> str:
+        """One line."""
+        return (
+            f"Record(iteration {self.iteration}, loss {self.loss:.6g}, gradient "
+            f"{self.gradient:.3g}, decrement {self.decrement:.3g}, {self.model})"
+        )
 
 
 class History(tuple[Record, ...]):
@@ -97,9 +114,14 @@ class History(tuple[Record, ...]):
         """Plain data, for JSON."""
         return [asdict(record) for record in self]
 
+    def __repr__(self) -> str:
+        """One line."""
+        course = f", loss {self[0].loss:.6g} to {self[-1].loss:.6g}" if self else ""
+        return f"History({len(self)} records{course})"
+
 
 @dataclass(frozen=True, eq=False)
-class Solution:
+class Solution(Displayed):
     """The best point of a run.
 
     layer: the fitted weights, NumPy arrays if the problem's data were.
@@ -129,7 +151,9 @@ class Solution:
 
     @property
     def X(self) -> Array:
-        """The query/key map, (d1, d2) or (h, d1, d2), of a fit in the bilinear form."""
+        """The query/key map, (d1, d2) or (h, d1, d2), of a fit in the bilinear form or of maps."""
+        if isinstance(self.layer, MapAttention):
+            return self.layer.X
         return self._bilinear("X").X
 
     @property
@@ -138,6 +162,8 @@ class Solution:
         return self._bilinear("Y").Y
 
     def _bilinear(self, name: str) -> BilinearAttention:
+        if isinstance(self.layer, MapAttention):
+            raise AttributeError(f"A fit of attention maps has no {name}: its values are fixed.")
         if not isinstance(self.layer, BilinearAttention):
             raise AttributeError(f"A fit of a factored layer has no {name}; use solution.layer.")
         return self.layer
@@ -154,6 +180,9 @@ class Solution:
 
     def summary(self) -> str:
         """A few lines for a terminal, in the manner of Ceres."""
+        return "\n".join([f"method {self.method}", *aligned(self._rows()), self.message])
+
+    def _rows(self) -> list[tuple[str, str]]:
         last = self.history[-1] if self.history else None
         first = self.history[0].loss if self.history else self.loss
         rows = [
@@ -168,11 +197,14 @@ class Solution:
         if last is not None:
             rows.append(("Gradient norm", f"{last.gradient:.3e}"))
             rows.append(("Newton decrement", f"{last.decrement:.3e} (tolerance {self.tol:.0e})"))
+            if last.bound is not None:
+                worst = max(self.history.column("bound"))
+                rows.append(("Error of the Hessian", f"at most {worst:.3g} (below 0.5 is needed)"))
             trials = sum(self.history.column("trials"))
             inner = sum(self.history.column("inner"))
             rows.append(("Steps tried", str(trials)))
             rows.append(
-                ("Products" if self.method == "newton-cg" else "Factorisations", str(inner))
+                ("Products" if self.method in MATRIX_FREE else "Factorisations", str(inner))
             )
         rows.append(("Iterations", str(self.iterations)))
         rows.append(("Seconds", f"{self.seconds:.3g}"))
@@ -181,9 +213,12 @@ class Solution:
             rows.append(
                 ("Starts", f"{len(losses)}, final losses {losses[0]:.6g} to {losses[-1]:.6g}")
             )
-        width = max(len(name) for name, _ in rows)
-        lines = [f"{name:<{width}}  {value}" for name, value in rows]
-        return "\n".join([f"method {self.method}", *lines, self.message])
+        return rows
+
+    def _table(self) -> Table:
+        title = f"Solution: {self.status.value}, method {self.method}"
+        course = sparkline(self.history.column("loss"), "Loss of every iteration, logarithmic")
+        return Table(title, self._rows(), notes=(self.message,), figure=course)
 
     def __repr__(self) -> str:
         """One line."""
@@ -203,9 +238,11 @@ def table_row(record: Record) -> str:
     """One line of the iteration table."""
     r = record
     ratio = "-" if r.ratio is None else f"{r.ratio:.3f}"
-    model = "" if r.model == "newton" else "  Gauss-Newton"
+    model = "  Gauss-Newton" if r.model == "gauss-newton" else ""
+    bound = "" if r.bound is None else f"  error {r.bound:.3g}"
     held = "" if r.validation is None else f"  validation {r.validation:.5f}"
     return (
         f"{r.iteration:>4} {r.loss:>13.6e} {r.change:>9.2e} {r.gradient:>9.2e} {r.step:>8.1e} "
-        f"{ratio:>7} {r.damping:>8.1e} {r.trials:>6} {r.inner:>5} {r.seconds:>8.2f}{held}{model}"
+        f"{ratio:>7} {r.damping:>8.1e} {r.trials:>6} {r.inner:>5} {r.seconds:>8.2f}"
+        f"{held}{bound}{model}"
     )

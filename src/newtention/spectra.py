@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from newtention.derivatives.products import Kind, hessian_product
+from newtention.display import Displayed, Table
 from newtention.functions import hessian_operator
 from newtention.inputs import require_count
 from newtention.linsolve.lanczos import lanczos_extremes, lanczos_quadrature
@@ -47,9 +48,17 @@ class SpectralDensity(NamedTuple):
     nodes: Array
     weights: Array
 
+    def __repr__(self) -> str:
+        """One line."""
+        low, high = float(self.grid[0]), float(self.grid[-1])
+        return (
+            f"SpectralDensity({len(self.nodes)} nodes on [{low:.6g}, {high:.6g}], "
+            f"width {self.width:.3g})"
+        )
+
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Spectrum:
+class Spectrum(Displayed):
     """Extreme eigenvalues of the curvature H at a point, its trace and its density.
 
     largest, largest_residuals: (k,) eigenvalues, the largest first, and ||H v - lambda v|| of their
@@ -82,23 +91,39 @@ class Spectrum:
 
     def summary(self) -> str:
         """A few sentences."""
-        matrix = "Hessian" if self.kind == "full" else "Gauss-Newton matrix"
-        error = f" with standard error {self.trace_error:.1e}" if self.trace_error else ""
-        lines = [
-            f"{matrix} of {self.N} unknowns by {self.method}, {self.products} products.",
-            f"Largest eigenvalues: {_listed(self.largest, self.largest_residuals)}.",
-            f"Smallest eigenvalues: {_listed(self.smallest, self.smallest_residuals)}.",
-            f"Trace {self.trace:.6g}{error}.",
-        ]
-        if not self.converged:
-            lines.append(
-                f"Not converged: residuals exceed {self.tol:.1e} of the largest |eigenvalue|; "
-                "raise steps= or tol=."
-            )
-        if self.density is not None:
-            count = len(self.density.nodes)
-            lines.append(f"Density from {count} nodes, broadened by {self.density.width:.3g}.")
+        facts = self._facts()
+        ends = [f"{end}: {facts[end]}." for end in ("Largest eigenvalues", "Smallest eigenvalues")]
+        lines = [f"{self._title()}.", *ends, f"Trace {facts['Trace']}.", *self._notes()]
+        if "Density" in facts:
+            lines.append(f"Density {facts['Density']}.")
         return "\n".join(lines)
+
+    def _title(self) -> str:
+        matrix = "Hessian" if self.kind == "full" else "Gauss-Newton matrix"
+        return f"{matrix} of {self.N} unknowns by {self.method}, {self.products} products"
+
+    def _facts(self) -> dict[str, str]:
+        error = f" with standard error {self.trace_error:.1e}" if self.trace_error else ""
+        facts = {
+            "Largest eigenvalues": _listed(self.largest, self.largest_residuals),
+            "Smallest eigenvalues": _listed(self.smallest, self.smallest_residuals),
+            "Trace": f"{self.trace:.6g}{error}",
+        }
+        if self.density is not None:
+            nodes = len(self.density.nodes)
+            facts["Density"] = f"from {nodes} nodes, broadened by {self.density.width:.3g}"
+        return facts
+
+    def _notes(self) -> list[str]:
+        if self.converged:
+            return []
+        return [
+            f"Not converged: residuals exceed {self.tol:.1e} of the largest |eigenvalue|; "
+            "raise steps= or tol=."
+        ]
+
+    def _table(self) -> Table:
+        return Table(self._title(), [*self._facts().items()], notes=self._notes())
 
     def __repr__(self) -> str:
         """One line."""
@@ -145,6 +170,13 @@ def spectrum(
         ValueError: weights of the wrong shape, NaN, infinity, an unknown kind, a stack, a count out
             of range, derivatives that overflow.
         MemoryError: the basis or the matrix does not fit into free memory.
+
+    Example:
+        >>> A = np.eye(2)
+        >>> problem = nt.AttentionProblem(A, A, A, A)
+        >>> found = nt.spectrum(problem, np.zeros((2, 2)), np.eye(2), k=2)
+        >>> found.largest
+        array([1.25, 1.  ])
     """
     op = hessian_operator(problem, X, Y, kind)
     n, theta = op.shape[0], op.weights.theta

@@ -13,10 +13,12 @@ from newtention.derivatives.gradient import data_loss
 from newtention.inputs import as_like, require_shape
 from newtention.layers import (
     AttentionLayer,
+    AttentionMap,
     Bilinear,
     BilinearAttention,
     Factored,
     FactoredAttention,
+    MapAttention,
     Parametrisation,
 )
 from newtention.notation import Array, ArrayLike
@@ -44,14 +46,16 @@ class Weights:
         """The bilinear form and its X and Y.
 
         Raises:
-            ValueError: the weights are a factored layer.
+            ValueError: the weights are of another form.
         """
         if not isinstance(self.layer, Bilinear):
             raise ValueError("This needs weights (X, Y); a factored layer has no closed blocks.")
         return self.layer, *self.layer.unpack(self.theta)
 
-    def present(self, flat: Float[Tensor, "b N"]) -> tuple[Array, Array] | dict[str, Array]:
-        """A flat vector as (X, Y) in the user's shapes, or block by block for a layer."""
+    def present(self, flat: Float[Tensor, "b N"]) -> tuple[Array, Array] | Array | dict[str, Array]:
+        """A flat vector as (X, Y) in the user's shapes, X for a map, block by block for a layer."""
+        if isinstance(self.layer, AttentionMap):
+            return self.present_batch(self.layer.unpack(flat)[:, 0])
         if isinstance(self.layer, Bilinear):
             parts = (t[:, 0] if self.one_head else t for t in self.layer.unpack(flat))
             X, Y = (self.present_batch(t) for t in parts)
@@ -70,13 +74,15 @@ def as_weights(problem: AttentionProblem, X: Point, Y: ArrayLike | None = None) 
     """Check X (and Y, zero if absent) or a layer against the problem.
 
     Shapes: X (d1, d2) and Y (d3, p) for one head, (h, d1, d2) and (h, d3, p) for several; a stack
-    of problems adds a leading axis.
+    of problems adds a leading axis.  Attention maps have X (d1, d2) alone.
 
     Raises:
         ValueError: shapes that do not fit, NaN or infinity.
     """
     if isinstance(X, AttentionLayer):
         weights = _layer_weights(problem, X, Y)
+    elif problem.of_maps:
+        weights = _map_weights(problem, X, Y)
     else:
         weights = _bilinear_weights(problem, X, Y)
     heads = problem.fixed_heads
@@ -94,13 +100,18 @@ def _layer_weights(problem: AttentionProblem, layer: AttentionLayer, Y: object) 
     if problem.parts:
         raise ValueError("A layer goes with one problem, not with a stack.")
     shape = layer.parametrisation
+    if problem.of_maps != isinstance(layer, MapAttention):
+        raise ValueError(
+            "A fit of attention maps takes a MapAttention, and any other problem another layer; "
+            f"found {layer!r}."
+        )
     found = (shape.d1, shape.d2, shape.d3, shape.p)
     if found != problem.widths:
         raise ValueError(
             f"The layer's widths (d1, d2, d3, p) must be the problem's, {problem.widths}; "
             f"found {found}."
         )
-    one_head = isinstance(layer, BilinearAttention) and layer.X.ndim == 2
+    one_head = isinstance(layer, BilinearAttention | MapAttention) and layer.X.ndim == 2
     return Weights(shape, as_like("layer", layer.theta, problem.like)[None], one_head, problem)
 
 
@@ -117,6 +128,17 @@ def _bilinear_weights(problem: AttentionProblem, X: ArrayLike, Y: ArrayLike | No
     return Weights(layer, layer.pack(x, y), one_head, problem)
 
 
+def _map_weights(problem: AttentionProblem, X: ArrayLike, Y: object) -> Weights:
+    if Y is not None:
+        raise ValueError("Y must be left out: a fit of attention maps has X alone.")
+    d1, d2, _, _ = problem.widths
+    x = as_like("X", X, problem.like)
+    lead = (problem.batch,) if problem.parts else ()
+    require_shape("X", x, (*lead, d1, d2), "the widths of queries and keys; a map has one head")
+    layer = AttentionMap(d1, d2)
+    return Weights(layer, layer.pack(x.reshape(problem.batch, 1, d1, d2)), True, problem)
+
+
 def as_layer(
     shape: Parametrisation, theta: Float[Tensor, " N"], one_head: bool, problem: AttentionProblem
 ) -> AttentionLayer:
@@ -127,6 +149,8 @@ def as_layer(
         parts[block.name] = problem.present(t[0] if one_head else t)
     if isinstance(shape, Bilinear):
         return BilinearAttention(**parts)
+    if isinstance(shape, AttentionMap):
+        return MapAttention(**parts)
     assert isinstance(shape, Factored)
     return FactoredAttention(**parts, scale=shape.scale, rotary=shape.rotary)
 

@@ -464,7 +464,7 @@ def test_a_file_of_something_else(made):
     safetensors.torch.save_file({"weights": torch.zeros(3)}, path)
     with refused(path, ValueError, "was not written by Newtention; give another path"):
         nt.solve(problem, checkpoint=path, **settings)
-    for text in ("[]", "{", "{}", '{"identity": 1, "choices": 2, "run": 3, "version": 1}'):
+    for text in ("[]", "{", "{}", '{"identity": 1, "choices": 2, "run": 3, "version": 2}'):
         safetensors.torch.save_file({"weights": torch.zeros(3)}, path, metadata={KEY: text})
         with refused(path, ValueError, "was not written by Newtention"):
             nt.solve(problem, checkpoint=path, **settings)
@@ -477,7 +477,7 @@ def test_another_version(made):
     document["version"] += 1
     tensors = safetensors.torch.load_file(path)
     safetensors.torch.save_file(tensors, path, metadata={KEY: json.dumps(document)})
-    with refused(path, ValueError, "has version 2; this version of Newtention reads 1"):
+    with refused(path, ValueError, "has version 3; this version of Newtention reads 2"):
         nt.solve(problem, checkpoint=path, **settings)
 
 

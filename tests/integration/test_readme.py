@@ -17,8 +17,8 @@ def run(example):
     return names
 
 
-def test_three_examples():
-    assert len(EXAMPLES) == 3
+def test_four_examples():
+    assert len(EXAMPLES) == 4
 
 
 def test_planted_layer(capsys):
@@ -44,3 +44,10 @@ def test_selected_keys(capsys):
     names = run(EXAMPLES[2])
     assert names["svm"].success
     assert capsys.readouterr().out.rstrip().endswith("True")
+
+
+def test_softmax_regressions(capsys):
+    names = run(EXAMPLES[3])
+    assert abs(names["fit"].x - names["x"]).max() < 1e-10
+    assert abs(names["found"].X - names["X"]).max() < 1e-10
+    assert "Local minimum: proved." in capsys.readouterr().out

@@ -17,6 +17,8 @@ KEYS = {
     "products": {"n", "d", "cost", "sequences", "length", "fixed_length"},
     "preconditioners": {"budgets", "cases"},
     "certificates": {"gtol", "threads", "summary", "cost", "problems"},
+    "paper": {"regime", "contraction", "time"},
+    "path": {"cases", "wrong", "keypoints"},
 }
 
 
@@ -46,7 +48,7 @@ def test_layer_benchmark_runs_at_toy_size(tmp_path):
     charts.layer_chart(data).savefig(tmp_path / "chart.png")
 
 
-@pytest.mark.parametrize("name", ["sketches", "svm"])
+@pytest.mark.parametrize("name", ["sketches", "softmax", "svm", "maps"])
 def test_benchmark_without_a_chart_runs_at_toy_size(name):
     module = importlib.import_module(f"benchmarks.{name}")
     data = json.loads(json.dumps(module.run("toy"), allow_nan=False))

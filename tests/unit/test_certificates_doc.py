@@ -17,6 +17,7 @@ PAGES = [
     DOCS / "paper-map.md",
     DOCS / "sketches.md",
     DOCS / "attention-svm.md",
+    DOCS / "regularisation-path.md",
 ]
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 

@@ -125,12 +125,15 @@ def test_fewer_starts_are_offered(free):
 
 
 def test_auto_forms_no_matrix_that_would_take_over_half_the_memory(free):
+    """A whole one in float64, a sample's in float32, or none."""
     from newtention.derivatives.hessian import second_order_tile
 
     problem = zoo.planted(8, 16).problem
     layer = Bilinear(1, *problem.widths)
-    need = memory.newton_bytes(layer, 1, 8, second_order_tile(problem, 1, 1))
-    for count, method in ((2 * need, "newton"), (2 * need - 2, "newton-cg")):
+    tile = second_order_tile(problem, 1, 1)
+    whole, single = (memory.newton_bytes(layer, 1, size, tile) for size in (8, 4))
+    choices = {2 * whole: "newton", 2 * whole - 2: "sketched", 2 * single - 2: "newton-cg"}
+    for count, method in choices.items():
         free(count)
         assert nt.solve(problem, max_iter=1).method == method
 

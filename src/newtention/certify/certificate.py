@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Any, Literal
 
+from newtention.display import Displayed, Row, Table, sentences
+
 Verdict = Literal["proved", "estimated", "not certified"]
 
 
@@ -61,9 +63,16 @@ class Basin:
     iterations: int
     inside: bool
 
+    def __repr__(self) -> str:
+        """One line."""
+        return (
+            f"Basin(the point is {'inside' if self.inside else 'not proved to be inside'}; radius "
+            f"{rounded_down(self.radius):.3g}, factor {self.factor:.2g} a step)"
+        )
+
 
 @dataclass(frozen=True)
-class Certificate:
+class Certificate(Displayed):
     """The outcome of `newtention.certify`.
 
     local_minimum: "proved": within `distance` of the point lies an exact stationary point, a strict
@@ -128,53 +137,60 @@ class Certificate:
 
     def summary(self) -> str:
         """Sentences that can be quoted."""
-        lines = [f"Local minimum: {self.local_minimum}.", f"Global minimum: {self.global_minimum}."]
+        return "\n".join([*sentences(self._rows()), *self.reasons])
+
+    def _rows(self) -> list[Row]:
+        rows: list[Row] = [
+            ("Local minimum", self.local_minimum),
+            ("Global minimum", self.global_minimum),
+        ]
         proved = "proved" in (self.local_minimum, self.global_minimum)
         if proved:
             where = ""
             if self.flat and self.global_minimum != "proved":
                 where = f", among the weights without {self._flat_words()},"
-            lines.append(
-                f"Within a distance of {rounded_up(self.distance):.3g} of the weights lies "
-                f"{'exactly one' if self.alone else 'an'} exact stationary point{where} and it is "
-                "a strict local minimum."
+            rows.append(
+                (
+                    f"Within a distance of {rounded_up(self.distance):.3g} of the weights lies "
+                    f"{'exactly one' if self.alone else 'an'} exact stationary point{where} and it "
+                    "is a strict local minimum.",
+                )
             )
         if self.global_minimum == "proved":
-            lines.append("It is the only stationary point of the loss: the global minimum.")
+            rows.append(("It is the only stationary point of the loss: the global minimum.",))
         elif proved and 0 < self.uniqueness_radius < math.inf:
-            lines.append(f"There is no other within {rounded_down(self.uniqueness_radius):.3g}.")
+            rows.append((f"There is no other within {rounded_down(self.uniqueness_radius):.3g}.",))
         smallest = f"about {self.smallest_eigenvalue:.3g} (an estimate)"
         if self.eigenvalue_proved:
             smallest = f"at least {rounded_down(self.smallest_eigenvalue):.3g}"
-        lines.append(
-            f"Smallest eigenvalue of the Hessian: {smallest}; gradient at most "
-            f"{rounded_up(self.gradient):.3g}."
-        )
+        gradient = f"gradient at most {rounded_up(self.gradient):.3g}"
+        rows.append(("Smallest eigenvalue of the Hessian", f"{smallest}; {gradient}"))
         if math.isfinite(self.lipschitz):
             paper = ""
             if self.paper_log10_lipschitz is not None:
                 paper = f"; composed as in the paper: 10^{self.paper_log10_lipschitz:.0f}"
-            lines.append(
-                "Lipschitz constant of the Hessian within "
-                f"{rounded_down(self.lipschitz_radius):.3g}: at most "
-                f"{rounded_up(self.lipschitz):.3g} ({self.lipschitz_level}){paper}."
-            )
+            bound = f"at most {rounded_up(self.lipschitz):.3g} ({self.lipschitz_level}){paper}"
+            within = f"within {rounded_down(self.lipschitz_radius):.3g}"
+            rows.append((f"Lipschitz constant of the Hessian {within}", bound))
         if math.isfinite(self.certifying_ridge):
             paper = ""
             if self.paper_log10_threshold is not None:
                 paper = f"; the paper's threshold is 10^{self.paper_log10_threshold:.1f}"
-            lines.append(
-                "A ridge that is proved to leave a single stationary point: "
-                f"{rounded_up(self.certifying_ridge):.3g}{paper}."
-            )
+            label = "A ridge that is proved to leave a single stationary point"
+            rows.append((label, f"{rounded_up(self.certifying_ridge):.3g}{paper}"))
         if self.basin is not None:
             b = self.basin
-            lines.append(
-                f"Approximate Newton steps (Hessians within {b.epsilon:g}) contract by "
-                f"{b.factor:.2g} from within {rounded_down(b.radius):.3g} in the norm of the "
-                f"Hessian: {b.iterations} steps for {b.accuracy:g} of the first error."
+            rows.append(
+                (
+                    f"Approximate Newton steps (Hessians within {b.epsilon:g}) contract by "
+                    f"{b.factor:.2g} from within {rounded_down(b.radius):.3g} in the norm of the "
+                    f"Hessian: {b.iterations} steps for {b.accuracy:g} of the first error.",
+                )
             )
-        return "\n".join([*lines, *self.reasons])
+        return rows
+
+    def _table(self) -> Table:
+        return Table(f"Certificate of {self.unknowns} unknowns", self._rows(), notes=self.reasons)
 
     def _flat_words(self) -> str:
         parts = [f"{f.count} flat directions ({f.name})" for f in self.flat]
@@ -214,6 +230,14 @@ class Certificate:
         fields["lipschitz_levels"] = {k: number(v) for k, v in levels.items()}
         fields["reasons"] = tuple(data["reasons"])
         return cls(**fields)
+
+    def __repr__(self) -> str:
+        """One line."""
+        far = f"within {rounded_up(self.distance):.3g}, " if math.isfinite(self.distance) else ""
+        return (
+            f"Certificate(local minimum {self.local_minimum}, global minimum "
+            f"{self.global_minimum}; {far}{self.unknowns} unknowns)"
+        )
 
     def __str__(self) -> str:
         """The summary."""

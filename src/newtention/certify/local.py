@@ -82,7 +82,7 @@ class LocalProof(NamedTuple):
         return max(0.0, left)
 
 
-class _Coordinates(NamedTuple):
+class Coordinates(NamedTuple):
     """The problem in s: Hessian, gradient and their errors, and bounds of ||W|| and ||W^-1||."""
 
     W: Float[Tensor, "N r"] | None
@@ -98,7 +98,7 @@ class _Centre(NamedTuple):
     """A point with lambda and eta of the theorem there."""
 
     point: PointEvaluation
-    at: _Coordinates
+    at: Coordinates
     lam: float
     eta: float
 
@@ -150,7 +150,7 @@ def prove_local(
 
 def _centre(point: PointEvaluation, W: Float[Tensor, "N r"] | None) -> _Centre:
     """The point in the coordinates W."""
-    at = _coordinates(point, W)
+    at = coordinates(point.hessian, point.hessian_error, point.gradient, point.gradient_error, W)
     lam = smallest_eigenvalue_lower(at.hessian, at.hessian_error) if len(at.hessian) else math.inf
     eta = solve_norm_upper(at.hessian, at.gradient, lam, at.hessian_error, at.gradient_error)
     return _Centre(point, at, lam, eta)
@@ -179,11 +179,16 @@ def _refined(
     return best, bounds, found
 
 
-def _coordinates(point: PointEvaluation, W: Float[Tensor, "N r"] | None) -> _Coordinates:
+def coordinates(
+    H: Float[Tensor, "N N"],
+    hessian_error: float,
+    g: Float[Tensor, " N"],
+    gradient_error: float,
+    W: Float[Tensor, "N r"] | None,
+) -> Coordinates:
     """Gradient and Hessian in s, the rounding of the products included."""
-    H, g = point.hessian, point.gradient
     if W is None:
-        return _Coordinates(None, H, point.hessian_error, g, point.gradient_error, 1.0, 1.0)
+        return Coordinates(None, H, hessian_error, g, gradient_error, 1.0, 1.0)
     N = len(g)
     norm = spectral_norm_upper(W)
     a = W.abs()
@@ -194,12 +199,12 @@ def _coordinates(point: PointEvaluation, W: Float[Tensor, "N r"] | None) -> _Coo
     slack = upward(gamma(N) * norm_upper(a.mT @ g.abs()), N)
     square = smallest_eigenvalue_lower(W.mT @ W, upward(gamma(N) * norm_upper(W) ** 2, N))
     inverse = upward(1 / math.sqrt(square), 4) if square > 0 else math.inf
-    return _Coordinates(
+    return Coordinates(
         W,
         0.5 * (moved + moved.mT),
-        upward(norm**2 * point.hessian_error + rounding + UNIT * norm_upper(moved), 8),
+        upward(norm**2 * hessian_error + rounding + UNIT * norm_upper(moved), 8),
         gradient,
-        upward(norm * point.gradient_error + slack, 4),
+        upward(norm * gradient_error + slack, 4),
         norm,
         inverse,
     )
@@ -217,14 +222,21 @@ def _kantorovich(centre: _Centre, bounds: LipschitzBounds) -> NewtonKantorovich:
     return whitened_newton_kantorovich(lam, eta, in_s, at.norm, at.inverse_norm)
 
 
-def _whitened(bounds: LipschitzBounds, at: _Coordinates) -> NewtonKantorovich | None:
+def _whitened(bounds: LipschitzBounds, at: Coordinates) -> NewtonKantorovich | None:
     """The same with W such that the Hessian is about the identity."""
     L, failed = torch.linalg.cholesky_ex(at.hessian)
     if int(failed):
         return None
     every = torch.eye(len(L), dtype=L.dtype, device=L.device)
     W = torch.linalg.solve_triangular(L, every, upper=False).mT
-    white = _coordinates(bounds.point, W if at.W is None else at.W @ W)
+    point = bounds.point
+    white = coordinates(
+        point.hessian,
+        point.hessian_error,
+        point.gradient,
+        point.gradient_error,
+        W if at.W is None else at.W @ W,
+    )
     assert white.W is not None
     lam = smallest_eigenvalue_lower(white.hessian, white.hessian_error)
     if not lam > 0:

@@ -82,8 +82,9 @@ class DataErrors(NamedTuple):
 
 def real_rows(tile: Chunk) -> Bool[Tensor, "o s n"]:
     """Which rows of a tile are not padding."""
-    first = tile.mask.first_row
-    places = torch.arange(first, first + tile.A1.shape[2], device=tile.A1.device)
+    if tile.mask.picked is not None:  # from real rows only
+        return torch.ones_like(tile.weight, dtype=torch.bool)
+    places = tile.mask.places(tile.A1.shape[2], tile.A1.device)
     return places < tile.query_lengths[..., None]
 
 
@@ -93,6 +94,7 @@ def tile_moments(
     """Moments of a tile's real rows (one owner)."""
     tile, P = at.tile, at.P[0]
     (d1, d2), (d3, p), m = X.shape[1:], Y.shape[1:], tile.A2.shape[2]
+    assert at.heads.v is not None
     A1, A2, A3, q, v = tile.queries[0], tile.A2[0], tile.A3[0], at.heads.q[0], at.heads.v[0]
     alpha, beta = norms_upper(A2), norms_upper(A3)
     # A share of the products of norms, as LARGEST_SHARE in the mean squares below.

@@ -6,15 +6,15 @@ import json
 from contextlib import nullcontext
 
 import typer
-from rich.console import Console
 
 from newtention.api import Options, solve
 from newtention.cli import options
 from newtention.cli.folders import removed_on_failure
 from newtention.cli.held_out import hold_out_of, load_held_out
-from newtention.cli.progress import Display, Lines, Silent, busy
+from newtention.cli.progress import Display, Lines, Silent, busy, terminal
 from newtention.cli.report import make_report
 from newtention.cli.resume import Resume
+from newtention.cli.softmax import fit_softmax
 from newtention.cli.start import LayerOptions, load_start, require_proximity
 from newtention.cli.terminal import complain, say
 from newtention.cli.words import describe, meaning
@@ -31,6 +31,7 @@ def fit(
     force: options.Force = False,
     as_json: options.AsJson = False,
     no_report: options.NoReport = False,
+    kind: options.FitKind = "layer",
     mask: options.Mask = "none",
     scale: options.Scale = 1.0,
     heads: options.Heads = None,
@@ -77,6 +78,11 @@ def fit(
     width) are one sequence, or several if there are offsets; 3-D arrays (sequences x tokens x
     width) are a padded batch, with lengths if some are shorter.  A file is never unpickled.
 
+    With --kind attention-map the targets are attention maps, rows of weights (queries x keys), and
+    X alone is fitted to them.  With --kind softmax SOURCE holds A (n x d) and b (n), or others by
+    --queries and --targets, and x is fitted by softmax(A x); DIR will hold softmax.json and
+    softmax.safetensors.
+
     With --layer the fit begins from a real layer, with its biases, grouped keys and rotary
     positions, made smaller by --heads and --ranks.
 
@@ -100,6 +106,47 @@ def fit(
     0 converged; 3 usable but not converged (a limit, stalled, stopped early, Ctrl-C); 2 bad input
     or refused; 1 a bug.
     """
+    of_layers = {
+        "--layer": layer,
+        "--heads": heads,
+        "--ranks": ranks,
+        "--freeze": freeze,
+        "--proximity": proximity,
+        "--ridge-y": ridge_y,
+        "--values": values,
+    }
+    of_data = {
+        "--mask": None if mask == "none" else mask,
+        "--scale": None if scale == 1 else scale,
+        "--ridge-x": ridge_x,
+        "--validation": validation,
+        "--validation-share": validation_share,
+        "--method": None if method == "auto" else method,
+        "--checkpoint": checkpoint,
+        "--keys": keys,
+        "--offsets": offsets,
+        "--key-offsets": key_offsets,
+        "--lengths": lengths,
+        "--key-lengths": key_lengths,
+    }
+    options.require_kind(kind, of_layers, of_data)
+    if kind == "softmax":
+        fit_softmax(
+            source,
+            out,
+            force=force,
+            as_json=as_json,
+            matrix=queries or "A",
+            target=targets or "b",
+            dtype=dtype,
+            ridge=ridge,
+            tol=tol,
+            max_iter=max_iter,
+            max_seconds=max_seconds,
+            n_init=n_init,
+            seed=seed,
+        )
+        return
     widths, frozen = options.as_ranks(ranks), options.as_names(freeze)
     hold_out = hold_out_of(validation, validation_share, patience)
     start_from = LayerOptions(
@@ -123,9 +170,10 @@ def fit(
             mask=mask,
             scale=scale,
             ridge_x=ridge if ridge_x is None else ridge_x,
-            ridge_y=ridge if ridge_y is None else ridge_y,
+            ridge_y=0.0 if kind == "attention-map" else ridge if ridge_y is None else ridge_y,
             dtype=dtype,
             hold_out=hold_out,
+            kind=kind,
         )
         held_out = load_held_out(validation, problem, provenance)
         with nullcontext() if as_json or layer is None else busy("Reading the layer"):
@@ -208,7 +256,5 @@ def fit(
 def _display(as_json: bool) -> Silent:
     if as_json:
         return Silent()
-    console = Console(highlight=False)
-    if console.is_terminal and not console.is_dumb_terminal:
-        return Display(console)
-    return Lines()
+    console = terminal()
+    return Lines() if console is None else Display(console)

@@ -66,6 +66,7 @@ def load_held_out(
         dtype=provenance.dtype,
         hold_out=provenance.hold_out,
         held_out=file is None,
+        kind=provenance.kind,
     )
     different = unequal_width(held, problem.widths)
     if different is not None:

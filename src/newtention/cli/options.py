@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -45,6 +46,15 @@ Lengths = Annotated[str | None, _array("Real tokens of each sequence of 3-D (pad
 KeyLengths = Annotated[str | None, _array("The same for keys and values, if it differs.")]
 
 # Problem
+FitKind = Annotated[
+    Literal["layer", "attention-map", "softmax"],
+    typer.Option(
+        "--kind",
+        help="layer: outputs of attention.  attention-map: the targets are maps (queries x keys), "
+        "fitted by softmax(A1 X A2^T) itself.  softmax: one vector b, fitted by softmax(A x).",
+        rich_help_panel=_PROBLEM,
+    ),
+]
 Ridge = Annotated[
     float,
     _number(_PROBLEM, "FLOAT", "Adds FLOAT/2 (||X||^2 + ||Y||^2) to the loss.", least=0),
@@ -185,10 +195,10 @@ Patience = Annotated[
 
 # Solver
 Method = Annotated[
-    Literal["auto", "newton", "newton-cg"],
+    Literal["auto", "newton", "newton-cg", "sketched"],
     typer.Option(
-        help="newton: dense, for X and Y; newton-cg: matrix-free, for any layer; auto: the best "
-        "choice.",
+        help="newton: dense, for X and Y; newton-cg: matrix-free, for any layer; sketched: "
+        "matrix-free for X and Y, preconditioned by a sample of the rows; auto: the best choice.",
         rich_help_panel=_SOLVER,
     ),
 ]
@@ -286,3 +296,16 @@ def as_ranks(text: str | None) -> tuple[int, ...] | None:
 def as_names(text: str | None) -> list[str]:
     """'W_Q,b_Q' as names."""
     return [] if text is None else [name.strip() for name in text.split(",") if name.strip()]
+
+
+def require_kind(kind: str, of_layers: Mapping[str, object], of_data: Mapping[str, object]) -> None:
+    """Raise ValueError for options (by name, None where not given) that --kind does not go with.
+
+    of_layers: for layers alone.  of_data: for sequences of tokens, which one softmax has not.
+    """
+    refused = {} if kind == "layer" else dict(of_layers)
+    if kind == "softmax":
+        refused |= of_data
+    for name, value in refused.items():
+        if value is not None:
+            raise ValueError(f"{name} does not go with --kind {kind}.")

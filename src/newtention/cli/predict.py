@@ -117,4 +117,5 @@ def _data(
         scale=recorded.scale,
         dtype=recorded.dtype,
         targets_width=saved.document["widths"]["p"],
+        kind=recorded.kind,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,6 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from newtention.cli.terminal import say
+from newtention.display import course
 from newtention.run import Progress
 from newtention.solution import TABLE_HEADER, Record, table_row
 
@@ -66,7 +68,12 @@ class Display(Silent):
         self.watch = Watch()
         self.records: list[Record] = []
         self.running = self.starts = 1
-        self.live = Live(console=console, get_renderable=self.render, refresh_per_second=4)
+        self.live = Live(
+            console=console,
+            get_renderable=self.render,
+            refresh_per_second=4,
+            redirect_stderr=sys.stderr.isatty(),  # else warnings would miss the user's file
+        )
 
     def __enter__(self) -> Display:
         """Start drawing."""
@@ -221,15 +228,19 @@ def duration(seconds: float) -> str:
 
 def busy(text: str) -> AbstractContextManager[object]:
     """Show on a terminal that something takes its time."""
+    console = terminal()
+    return nullcontext() if console is None else console.status(text)
+
+
+def terminal() -> Console | None:
+    """The console of standard output if it is a terminal that can redraw lines, else None.
+
+    FORCE_COLOR, which logs of continuous integration set, does not make one of a pipe.
+    """
     console = Console(highlight=False)
-    return console.status(text) if console.is_terminal else nullcontext()
+    return console if console.is_interactive and sys.stdout.isatty() else None
 
 
 def sparkline(losses: Sequence[float], width: int = SPARKLINE_WIDTH) -> str:
-    """The course of positive losses on a logarithmic scale, in at most `width` characters."""
-    count = min(width, len(losses))
-    picked = [losses[round(i * (len(losses) - 1) / max(1, count - 1))] for i in range(count)]
-    logs = [math.log10(max(loss, 1e-300)) for loss in picked]
-    low, high = min(logs), max(logs)
-    span = (high - low) or 1.0
-    return "".join(BARS[round((x - low) / span * (len(BARS) - 1))] for x in logs)
+    """The course of the losses on a logarithmic scale, in at most `width` characters."""
+    return "".join(BARS[round(height * (len(BARS) - 1))] for height in course(losses, width))

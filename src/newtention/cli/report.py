@@ -13,7 +13,7 @@ from newtention.cli.progress import busy
 from newtention.cli.terminal import ReportFailedError, complain, say
 from newtention.io import load_result, read_certificate
 from newtention.problem import AttentionProblem
-from newtention.solution import Solution
+from newtention.solution import MATRIX_FREE, Solution
 
 
 def report(
@@ -111,7 +111,7 @@ def provenance_rows(document: dict[str, Any]) -> dict[str, str]:
             if every
             else f"{held_out['source']}, sha256 {held_out['sha256']}"
         ) + f", {held_out['sequences']} sequence(s), {held_out['queries']} queries"
-    if document["method"] == "newton-cg":
+    if document["method"] in MATRIX_FREE:
         rows["curvature"] = document.get("curvature", "gauss-newton")
     if document.get("continued_at") is not None:
         rows["continued"] = f"at iteration {document['continued_at']} of {document['checkpoint']}"

@@ -11,6 +11,7 @@ from newtention.compression import keep_heads, truncate
 from newtention.io import load_layer, open_arrays
 from newtention.layers import (
     AttentionLayer,
+    AttentionMap,
     Bilinear,
     BilinearAttention,
     Factored,
@@ -209,8 +210,10 @@ def _warn(caught: Sequence[warnings.WarningMessage], label: str, dtype: str) -> 
         warnings.warn(f"{label}: the weights are {found}; computing in {dtype}.", stacklevel=3)
 
 
-def _shape(shape: Bilinear | Factored) -> str:
+def _shape(shape: AttentionMap | Bilinear | Factored) -> str:
     heads = f"{shape.heads} head" + "s" * (shape.heads != 1)
+    if isinstance(shape, AttentionMap):
+        return f"an attention map, X {shape.d1} x {shape.d2}"
     if not isinstance(shape, Factored):
         return f"{heads}, X {shape.d1} x {shape.d2} and Y {shape.d3} x {shape.p}"
     groups = "" if shape.kv_heads == shape.heads else f" ({shape.kv_heads} for keys and values)"

@@ -57,7 +57,8 @@ def backward(
     assert k is not None
     dS = score_gradient(at.P, v, at.O, dO)
     dk = None if layer.fixed_keys else dS.mT @ q
-    gradient = layer.qkv_transposed(at.tile, Heads(dS @ k, dk, at.P.mT @ dO))
+    dv = None if v is None else at.P.mT @ dO
+    gradient = layer.qkv_transposed(at.tile, Heads(dS @ k, dk, dv))
     own = layer.mix_gradient(at.tile, at.O, R)
     return gradient if own is None else gradient + own
 

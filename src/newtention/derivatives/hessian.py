@@ -81,7 +81,7 @@ def second_order(
     """
     layer = Bilinear(X.shape[1], *problem.widths)
     theta = layer.pack(X, Y)
-    upper = _Upper(layer, X.device)
+    upper = UpperTriangles(layer.d1, layer.d2, X.device)
     full = residual_share is None or bool((residual_share != 0).any())
 
     def tile_sums(tile: Chunk) -> _Sums:
@@ -111,7 +111,7 @@ def second_order_parts(
     """
     layer = Bilinear(X.shape[1], *problem.widths)
     theta = layer.pack(X, Y)
-    upper = _Upper(layer, X.device)
+    upper = UpperTriangles(layer.d1, layer.d2, X.device)
     sums = _summed(
         problem,
         layer,
@@ -147,7 +147,9 @@ def _summed(
     return _Sums(*reduce(problem.chunks, problem.batch, tile_sums, elements))
 
 
-def _blocks(sums: _Sums, xx: Tensor, layer: Bilinear, upper: _Upper, full: bool) -> HessianBlocks:
+def _blocks(
+    sums: _Sums, xx: Tensor, layer: Bilinear, upper: UpperTriangles, full: bool
+) -> HessianBlocks:
     return HessianBlocks(
         _assemble_xx(xx, sums.cross, layer, upper),
         _assemble_xy(sums.xy, sums.xy_residual if full else None, layer),
@@ -156,14 +158,14 @@ def _blocks(sums: _Sums, xx: Tensor, layer: Bilinear, upper: _Upper, full: bool)
     )
 
 
-class _Upper:
+class UpperTriangles:
     """Index pairs of the upper triangles of d1 x d1 and d2 x d2 matrices."""
 
-    def __init__(self, layer: Bilinear, device: torch.device) -> None:
-        self.a, self.a2 = torch.triu_indices(layer.d1, layer.d1, device=device)
-        self.b, self.b2 = torch.triu_indices(layer.d2, layer.d2, device=device)
-        self.unpack1 = _packed_positions(self.a, self.a2, layer.d1)
-        self.unpack2 = _packed_positions(self.b, self.b2, layer.d2)
+    def __init__(self, d1: int, d2: int, device: torch.device) -> None:
+        self.a, self.a2 = torch.triu_indices(d1, d1, device=device)
+        self.b, self.b2 = torch.triu_indices(d2, d2, device=device)
+        self.unpack1 = _packed_positions(self.a, self.a2, d1)
+        self.unpack2 = _packed_positions(self.b, self.b2, d2)
 
 
 def _packed_positions(i: Tensor, j: Tensor, d: int) -> Int[Tensor, " dd"]:
@@ -174,10 +176,15 @@ def _packed_positions(i: Tensor, j: Tensor, d: int) -> Int[Tensor, " dd"]:
 
 
 def _tile_sums(
-    at: Evaluation, share: Float[Tensor, " o"] | None, full: bool, apart: bool, upper: _Upper
+    at: Evaluation,
+    share: Float[Tensor, " o"] | None,
+    full: bool,
+    apart: bool,
+    upper: UpperTriangles,
 ) -> _Sums:
     tile = at.tile
     A1, A2, A3 = tile.queries, tile.A2, tile.A3
+    assert at.heads.v is not None
     o, h = at.P.shape[0], at.P.shape[2]
     d2, p = A2.shape[-1], at.O.shape[-1]
     V, R = at.heads.v, at.qC[:, :, None]
@@ -251,7 +258,7 @@ def _assemble_xx(
     packed: Float[Tensor, "b t1 ht2"],
     cross: Float[Tensor, "b t1 pd2d2"],
     layer: Bilinear,
-    upper: _Upper,
+    upper: UpperTriangles,
 ) -> Float[Tensor, "b Nx Nx"]:
     b, h, d1, d2 = packed.shape[0], layer.heads, layer.d1, layer.d2
     out = packed.new_empty(b, h, d1, d2, h, d1, d2)

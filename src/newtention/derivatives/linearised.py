@@ -51,8 +51,9 @@ class Linearised:
         def moved(at: Evaluation) -> Evaluation:
             heads, O = at.heads, at.O
             if isinstance(layer, Bilinear):  # its output map makes the values
-                heads = heads._replace(v=layer.qkv(at.tile, theta).v)
-                O = at.P @ heads.v
+                v = layer.qkv_tangent(at.tile, theta).v
+                assert v is not None
+                heads, O = heads._replace(v=v), at.P @ v
             return at.with_output(heads, O, layer.mix(at.tile, theta, O) - at.tile.B)
 
         kept = None if self.kept is None else tuple(map(moved, self.kept))

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from newtention.derivatives.proximity import proximity
-from newtention.layers import Bilinear, Factored, Parametrisation
+from newtention.layers import AttentionMap, Bilinear, Factored, Parametrisation
 from newtention.problem import AttentionProblem
 from newtention.regularizers import FlatQuadratic, Proximity, Ridge
 
@@ -23,10 +23,10 @@ def penalty(problem: AttentionProblem, layer: Parametrisation) -> FlatQuadratic:
     """
     regularizer = problem.regularizer
     around = isinstance(regularizer, Proximity) and regularizer.around_layer
-    if isinstance(layer, Bilinear):
+    if isinstance(layer, Bilinear | AttentionMap):
         if around:
             raise ValueError("Proximity around a factored layer goes with factored layers only.")
-        return _bilinear(problem, layer)
+        return _bilinear(problem, layer) if isinstance(layer, Bilinear) else _map(problem, layer)
     assert isinstance(layer, Factored)
     if isinstance(regularizer, Proximity) and regularizer.around_layer:
         return proximity(problem, layer, regularizer)
@@ -54,6 +54,16 @@ def _bilinear(problem: AttentionProblem, layer: Bilinear) -> FlatQuadratic:
         lambda direction: layer.pack(*quadratic.apply(*layer.unpack(direction))),
         blocks.view(b, layer.heads * d3, layer.heads * d3),
         centre,
+    )
+
+
+def _map(problem: AttentionProblem, layer: AttentionMap) -> FlatQuadratic:
+    quadratic = problem.quadratic
+    centre = quadratic.centre_x
+    return FlatQuadratic(
+        lambda direction: layer.pack(quadratic.apply_x(layer.unpack(direction))),
+        quadratic.gram,
+        None if centre is None else layer.pack(centre),
     )
 
 

@@ -19,11 +19,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from newtention.attention import score_gradient_tangent, weights_tangent
+from newtention.attention import (
+    fixed_weights_tangent,
+    score_gradient_tangent,
+    weights_tangent,
+)
 from newtention.derivatives.gradient import backward
 from newtention.derivatives.linearised import Linearised
 from newtention.derivatives.penalty import penalty
-from newtention.layers import Evaluation, Heads, Parametrisation
+from newtention.layers import Bilinear, Evaluation, Heads, Parametrisation
 from newtention.problem import AttentionProblem
 
 Kind = Literal["full", "gauss-newton"]
@@ -58,6 +62,14 @@ def data_product(
     return point.reduce(tile_sums)[0]
 
 
+def output_product(point: Linearised, direction: Float[Tensor, "b N"]) -> Float[Tensor, "b N"]:
+    """The data's Hessian times a direction of the output map alone, without the map's own block.
+
+    The attention weights stand still, which takes a third of a whole product.
+    """
+    return point.reduce(lambda at: (_output_tile(at, point.layer, point.theta, direction),))[0]
+
+
 def output_tangent(
     at: Evaluation,
     layer: Parametrisation,
@@ -80,7 +92,7 @@ def _tangent(
     else:
         S_t = torch.cat([heads_t.q, q], -1) @ torch.cat([k, heads_t.k], -1).mT
     P_t = weights_tangent(at.P, S_t)
-    O_t = P_t @ v + at.P @ heads_t.v
+    O_t = P_t if v is None or heads_t.v is None else P_t @ v + at.P @ heads_t.v
     F_t = layer.mix_tangent(at.tile, theta, direction, at.O, O_t)
     return heads_t, P_t, O_t, F_t * at.tile.weight[..., None]
 
@@ -110,7 +122,34 @@ def _hessian_tile(
     if k_t is not None:
         dq_t = dq_t + dS @ k_t
         dk_t = dS_t.mT @ q + dS.mT @ q_t
-    dv_t = P_t.mT @ dO + at.P.mT @ dO_t
+    dv_t = None if v is None else P_t.mT @ dO + at.P.mT @ dO_t
     product = layer.qkv_transposed(at.tile, Heads(dq_t, dk_t, dv_t))
     own = layer.mix_gradient_tangent(at.tile, at.O, O_t, R, R_t)
     return product if own is None else product + own
+
+
+def _output_tile(
+    at: Evaluation, layer: Parametrisation, theta: Tensor, direction: Tensor
+) -> Float[Tensor, "o N"]:
+    """`output_product` on a tile."""
+    q, k, v = at.heads
+    assert k is not None
+    assert v is not None
+    v_t = O_t = None
+    if isinstance(layer, Bilinear):  # its output map makes the values
+        v_t = layer.qkv_tangent(at.tile, direction).v
+        assert v_t is not None
+        O_t = at.P @ v_t
+    still = torch.zeros_like(at.O) if O_t is None else O_t
+    R_t = layer.mix_tangent(at.tile, theta, direction, at.O, still) * at.tile.weight[..., None]
+    dO = layer.mix_transposed(at.tile, theta, at.qC)
+    dO_t = layer.mix_transposed(at.tile, theta, R_t)
+    cross = layer.mix_cross(at.tile, direction, at.qC)
+    if cross is not None:
+        dO_t = dO_t + cross
+    dS_t = fixed_weights_tangent(at.P, v, v_t, at.O, O_t, dO, dO_t)
+    dk_t = None if layer.fixed_keys else dS_t.mT @ q
+    dv_t = torch.zeros_like(v) if O_t is not None else at.P.mT @ dO_t
+    product = layer.qkv_transposed(at.tile, Heads(dS_t @ k, dk_t, dv_t))
+    product[:, layer.output_start :] = 0
+    return product

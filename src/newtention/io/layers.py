@@ -1,10 +1,10 @@
 """Layers in files: written as .safetensors with their settings, read from there or plain arrays.
 
-The arrays are the layer's blocks by name (W_Q, b_Q, ... or X, Y).  The file's metadata holds, under
-"newtention_layer", a JSON object:
+The arrays are the layer's blocks by name (W_Q, b_Q, ..., X and Y, or X alone).  The file's metadata
+holds, under "newtention_layer", a JSON object:
 
     format_version   1
-    kind             "factored" or "bilinear"
+    kind             "factored", "bilinear" or "map" (X alone)
     scale            of the logits, factored only
     rotary           the fields of Rotary, or null, factored only
 """
@@ -12,7 +12,7 @@ The arrays are the layer's blocks by name (W_Q, b_Q, ... or X, Y).  The file's m
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,13 @@ from safetensors import safe_open
 
 from newtention.files import write_atomically
 from newtention.io.arrays import ArrayFile, open_arrays
-from newtention.layers import AttentionLayer, BilinearAttention, FactoredAttention, Rotary
+from newtention.layers import (
+    AttentionLayer,
+    BilinearAttention,
+    FactoredAttention,
+    MapAttention,
+    Rotary,
+)
 from newtention.layers.named_arrays import USUAL_NAMES, choose_arrays
 
 KEY = "newtention_layer"
@@ -31,6 +37,7 @@ FORMAT_VERSION = 1
 KINDS: dict[str, type[AttentionLayer]] = {
     "bilinear": BilinearAttention,
     "factored": FactoredAttention,
+    "map": MapAttention,
 }
 
 
@@ -64,7 +71,7 @@ def layer_bytes(layer: AttentionLayer) -> bytes:
     kind = next((kind for kind, cls in KINDS.items() if type(layer) is cls), None)
     if kind is None:
         raise TypeError(
-            "save_layer takes a FactoredAttention or a BilinearAttention; found "
+            "save_layer takes a FactoredAttention, MapAttention or BilinearAttention; found "
             f"{type(layer).__name__}."
         )
     settings: dict[str, Any] = {"format_version": FORMAT_VERSION, "kind": kind}
@@ -86,7 +93,7 @@ def load_layer(
     rotary: Rotary | None = None,
     scale: float | None = None,
     prefix: str = "",
-) -> FactoredAttention | BilinearAttention:
+) -> FactoredAttention | BilinearAttention | MapAttention:
     """Read a layer that `save_layer` wrote, or plain weight arrays of a .safetensors or .npz file.
 
     Plain arrays have the names of `FactoredAttention.from_arrays`; X and Y without any of those are
@@ -121,8 +128,12 @@ def load_layer(
     given: dict[str, Any] = {n: value for n, value in settings.items() if value is not None}
     try:
         saved = _read_settings(file)
+        if saved is not None and saved["kind"] == "map":
+            _require_names(file, prefix, inside, given, ("X",), "an attention map, X")
+            return MapAttention(file.read(prefix + "X"))
         if _is_bilinear(saved, inside):
-            return _bilinear(file, prefix, inside, given)
+            _require_names(file, prefix, inside, given, ("X", "Y"), "a bilinear layer, X and Y")
+            return BilinearAttention(file.read(prefix + "X"), file.read(prefix + "Y"))
         if saved is not None:
             given = _agreed(saved, given)
         names = _choose(file, prefix, inside).values()
@@ -143,20 +154,19 @@ def _is_bilinear(saved: Mapping[str, Any] | None, inside: Mapping[str, tuple[int
     return not usual and {"X", "Y"} <= inside.keys()
 
 
-def _bilinear(
+def _require_names(
     file: ArrayFile,
     prefix: str,
     inside: Mapping[str, tuple[int, ...]],
     given: Mapping[str, object],
-) -> BilinearAttention:
+    names: Sequence[str],
+    what: str,
+) -> None:
     if given:
-        raise ValueError(
-            f"the file holds a bilinear layer, X and Y, which takes no {' or '.join(given)}."
-        )
-    for name in ("X", "Y"):
+        raise ValueError(f"the file holds {what}, which takes no {' or '.join(given)}.")
+    for name in names:
         if name not in inside:
             raise ValueError(f"there is no array {prefix + name!r}; found {file.listing()}.")
-    return BilinearAttention(file.read(prefix + "X"), file.read(prefix + "Y"))
 
 
 def _choose(file: ArrayFile, prefix: str, inside: Mapping[str, tuple[int, ...]]) -> dict[str, str]:

@@ -32,7 +32,12 @@ from newtention.files import TEMPORARY, write_atomically
 from newtention.io.arrays import SUFFIXES, open_arrays
 from newtention.io.layers import layer_bytes, load_layer
 from newtention.io.sources import Provenance, reload_problem
-from newtention.layers import AttentionLayer, BilinearAttention, FactoredAttention
+from newtention.layers import (
+    AttentionLayer,
+    BilinearAttention,
+    FactoredAttention,
+    MapAttention,
+)
 from newtention.problem import AttentionProblem
 from newtention.regularizers import Proximity
 from newtention.solution import History, Record, Solution, Status
@@ -317,7 +322,9 @@ def _document(
     }
 
 
-def _read_layer(path: Path, hashes: Mapping[str, str]) -> FactoredAttention | BilinearAttention:
+def _read_layer(
+    path: Path, hashes: Mapping[str, str]
+) -> FactoredAttention | BilinearAttention | MapAttention:
     if open_arrays(path).sha256() != hashes[path.name]:
         raise ValueError(f"{path} does not belong to the {RESULT} beside it; fit again.")
     return load_layer(path)
@@ -336,11 +343,13 @@ def _number(value: Any) -> Any:
 
 
 def _reference(around: Proximity) -> AttentionLayer:
-    pair = around.reference
-    return pair if around.around_layer else BilinearAttention(*pair)
+    if around.around_layer:
+        return around.reference
+    X, Y = around.reference
+    return MapAttention(X) if Y is None else BilinearAttention(X, Y)
 
 
 def _with_nan(row: Mapping[str, Any]) -> dict[str, Any]:
-    names = {field.name for field in fields(Record)} - {"ratio", "validation"}
+    names = {field.name for field in fields(Record)} - {"ratio", "validation", "bound"}
     values = dict.fromkeys(names, math.nan) | {"radius": math.inf}
     return {name: values.get(name) if v is None else v for name, v in row.items()}

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from newtention.io.arrays import ArrayFile, open_arrays
-from newtention.io.names import ArrayNames, choose_names
+from newtention.io.names import ABSENT, ArrayNames, choose_names
 from newtention.io.tensors import SourceData
 from newtention.problem import AttentionProblem
 from newtention.regularizers import Ridge
+
+Kind = Literal["layer", "attention-map"]
+"""What is fitted: outputs of a layer, or the attention map itself."""
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
@@ -30,6 +34,7 @@ class Provenance:
     ridge_x, ridge_y: strengths of `Ridge`; both 0 for none.
     dtype: "float64" or "float32", what the data were converted to.
     hold_out: every so many-th sequence is left out, for validation; 0 for none.
+    kind: what the targets are.
     """
 
     source: str
@@ -41,6 +46,7 @@ class Provenance:
     ridge_y: float = 0.0
     dtype: str = "float64"
     hold_out: int = 0
+    kind: Kind = "layer"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -70,6 +76,7 @@ def load_problem(
     hold_out: int = 0,
     held_out: bool = False,
     targets_width: int | None = None,
+    kind: Kind = "layer",
 ) -> tuple[AttentionProblem, Provenance]:
     """Build a problem from a .safetensors or .npz file or a packaged example.
 
@@ -91,7 +98,9 @@ def load_problem(
         hold_out: k > 1 leaves out the k-th, 2 k-th, ... sequence; 0 takes all.
         held_out: take those that `hold_out` leaves out, and only those.
         targets_width: for predictions, the targets may be missing; they are then zero with this
-            width.
+            width (attention maps have a width of their own).
+        kind: what the targets are: outputs of a layer, or attention maps, which have no values and
+            take the ridge on X alone.
 
     Raises:
         OSError: the file is missing, a directory or not readable.
@@ -107,7 +116,12 @@ def load_problem(
         raise ValueError(f"scale must be a positive finite number; found {scale}.")
     ridge = Ridge(ridge_x, ridge_y)
     file = open_arrays(source)
-    names = choose_names(file, arrays or ArrayNames(), targets_width is not None)
+    asked = arrays or ArrayNames()
+    if kind == "attention-map":
+        if asked.values not in (None, ABSENT):
+            raise ValueError("Attention maps have no values; leave --values out.")
+        asked = replace(asked, values=ABSENT)
+    names = choose_names(file, asked, targets_width is not None)
     data = SourceData(file, names, DTYPES[dtype])
     data.require_shapes()
     tensors, rows = dict(data.tensors), data.rows
@@ -115,18 +129,33 @@ def load_problem(
         tensors, rows = _sequences(file.label, tensors, rows, hold_out, held_out)
     if "targets" not in tensors:
         a1 = tensors["queries"]
-        tensors["targets"] = a1.new_zeros(*a1.shape[:-1], targets_width or 1)
+        keys = tensors.get("keys", a1)
+        width = keys.shape[-2] if kind == "attention-map" else targets_width or 1
+        tensors["targets"] = a1.new_zeros(*a1.shape[:-1], width)
     keywords = {
         "mask": None if mask == "none" else mask,
         "scale": scale,
         "regularizer": ridge if ridge.x or ridge.y else None,
     }
     try:
-        problem = _build(tensors, rows, keywords)
+        with warnings.catch_warnings():
+            if names.targets is None:  # about targets that nobody gave
+                warnings.simplefilter("ignore")
+            build = _build_maps if kind == "attention-map" else _build
+            problem = build(tensors, rows, keywords)
     except (ValueError, TypeError) as error:
         raise type(error)(f"{file.label}: {error}") from error
     provenance = Provenance(
-        file.reference, file.sha256(), names, mask, float(scale), ridge.x, ridge.y, dtype, hold_out
+        file.reference,
+        file.sha256(),
+        names,
+        mask,
+        float(scale),
+        ridge.x,
+        ridge.y,
+        dtype,
+        hold_out,
+        kind,
     )
     return problem, provenance
 
@@ -178,6 +207,7 @@ def reload_problem(
         ridge_y=provenance.ridge_y,
         dtype=provenance.dtype,
         hold_out=provenance.hold_out,
+        kind=provenance.kind,
     )
 
 
@@ -239,6 +269,29 @@ def _build(
         t["queries"],
         keys,
         t.get("values", keys),
+        t["targets"],
+        lengths=rows.get("lengths"),
+        key_lengths=rows.get("key_lengths"),
+        **keywords,
+    )
+
+
+def _build_maps(
+    t: Mapping[str, Tensor], rows: Mapping[str, Tensor], keywords: Mapping[str, Any]
+) -> AttentionProblem:
+    """The same for attention maps."""
+    if "offsets" in rows:
+        return AttentionProblem.from_ragged_maps(
+            t["queries"],
+            t["targets"],
+            offsets=rows["offsets"],
+            keys=t.get("keys"),
+            key_offsets=rows.get("key_offsets"),
+            **keywords,
+        )
+    return AttentionProblem.from_maps(
+        t["queries"],
+        t.get("keys", t["queries"]),
         t["targets"],
         lengths=rows.get("lengths"),
         key_lengths=rows.get("key_lengths"),

@@ -34,12 +34,13 @@ class Heads(NamedTuple):
     """Queries (the logit scale folded in), keys and values per head, or their tangents.
 
     A head axis of 1 on keys is shared by all heads; k is None for tangents and gradients of keys
-    that do not depend on the weights.
+    that do not depend on the weights.  v is None where the values are the identity, and for their
+    tangents and gradients.
     """
 
     q: Float[Tensor, "o s h n e"]
     k: Float[Tensor, "o s #h m e"] | None
-    v: Float[Tensor, "o s h m f"]
+    v: Float[Tensor, "o s h m f"] | None
 
 
 class Projection(NamedTuple):
@@ -58,7 +59,9 @@ class Projection(NamedTuple):
 
 @dataclass(frozen=True)
 class Parametrisation(ABC):
-    """Shapes of a layer; holds no weights.  Final subclasses: `Bilinear`, `Factored`.
+    """Shapes of a layer; holds no weights.
+
+    Final subclasses: `Bilinear`, `Factored`, `AttentionMap`.
 
     heads: query heads h.
     fixed_keys: whether the keys do not depend on the weights.
@@ -70,7 +73,7 @@ class Parametrisation(ABC):
     @property
     @abstractmethod
     def blocks(self) -> tuple[Block, ...]:
-        """The blocks of the flat vector, in order; the output map is the last of them."""
+        """The blocks of the flat vector, in order; the output map, if any, is the last of them."""
 
     @abstractmethod
     def evaluation_elements(self, n: int, m: int) -> int:
@@ -79,7 +82,7 @@ class Parametrisation(ABC):
     @property
     @abstractmethod
     def output_start(self) -> int:
-        """Where the output map begins in the flat vector.
+        """Where the output map begins in the flat vector; `size` where there is none.
 
         Behind it theta is a matrix (k, p), row-major, and F = output_features @ matrix.
         """
@@ -87,7 +90,7 @@ class Parametrisation(ABC):
     @property
     @abstractmethod
     def output_rows(self) -> int:
-        """Rows k of the output map."""
+        """Rows k of the output map; 0 where there is none."""
 
     @abstractmethod
     def output_features(
@@ -97,7 +100,7 @@ class Parametrisation(ABC):
 
     @abstractmethod
     def projections(self, tile: Chunk, gradients: Heads) -> tuple[Projection, ...]:
-        """The linear maps behind q, k (unless fixed) and v, with the gradients in their results."""
+        """The linear maps behind q, k and v (unless fixed), with the gradients in their results."""
 
     @property
     def size(self) -> int:

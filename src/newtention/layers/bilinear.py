@@ -71,6 +71,7 @@ class Bilinear(Parametrisation):
 
     def projections(self, tile: Chunk, gradients: Heads) -> tuple[Projection, Projection]:
         """A1 X (the scale with the tokens) and A3 Y."""
+        assert gradients.v is not None
         return (
             Projection("X", None, tile.queries, gradients.q),
             Projection("Y", None, tile.A3, gradients.v),
@@ -88,6 +89,7 @@ class Bilinear(Parametrisation):
 
     def qkv_transposed(self, tile: Chunk, gradients: Heads) -> Float[Tensor, "o N"]:
         """(scale A1^T dq, A3^T dv)."""
+        assert gradients.v is not None
         GX = contract(tile.queries[:, :, None], gradients.q)
         return self.pack(GX, contract(tile.A3[:, :, None], gradients.v))
 

@@ -20,7 +20,7 @@ class Evaluation:
     layer: the parametrisation.
     heads: queries, keys and values.
     P: attention weights.
-    O: attended values per head, P v.
+    O: attended values per head, P v; P itself where the values are the identity.
     C: residual, the layer's output minus B.
     """
 
@@ -60,7 +60,7 @@ def evaluate(tile: Chunk, layer: Parametrisation, theta: Float[Tensor, "b N"]) -
     """The layer and its residual on a tile."""
     heads = layer.qkv(tile, theta)
     P = weights_of_heads(tile, heads)
-    O = P @ heads.v
+    O = P if heads.v is None else P @ heads.v
     return Evaluation(tile, layer, heads, P, O, layer.mix(tile, theta, O) - tile.B)
 
 

@@ -89,7 +89,7 @@ class Factored(Parametrisation):
     def qkv(self, tile: Chunk, theta: Float[Tensor, "b N"]) -> Heads:
         """Queries, keys and values; keys and values repeated for the query heads of their group."""
         w = {name: tile.of(t) for name, t in self.unpack(theta).items()}
-        q = self._turn(self._affine(tile.A1, w, "Q"), tile.mask.first_row) * self._scale(tile)
+        q = self._turn(self._affine(tile.A1, w, "Q"), _places(tile)) * self._scale(tile)
         k = self._turn(self._affine(tile.A2, w, "K"))
         return Heads(q, self._repeat(k), self._repeat(self._affine(tile.A3, w, "V")))
 
@@ -109,7 +109,8 @@ class Factored(Parametrisation):
     def projections(self, tile: Chunk, gradients: Heads) -> tuple[Projection, ...]:
         """Gradients scaled, rotated back and summed over the query heads of a group."""
         assert gradients.k is not None
-        dq = self._turn(gradients.q * self._scale(tile), tile.mask.first_row, back=True)
+        assert gradients.v is not None
+        dq = self._turn(gradients.q * self._scale(tile), _places(tile), back=True)
         dk = self._turn(self._sum_groups(gradients.k), back=True)
         dv = self._sum_groups(gradients.v)
         b_Q, b_K = ("b_Q", "b_K") if self.qk_bias else (None, None)
@@ -206,7 +207,7 @@ class Factored(Parametrisation):
             out = out + bias.flatten(1)[:, None]
         return _per_head(out, tokens, W.shape[1])
 
-    def _turn(self, t: Tensor, first: int = 0, back: bool = False) -> Tensor:
+    def _turn(self, t: Tensor, first: int | Tensor = 0, back: bool = False) -> Tensor:
         return t if self.rotary is None else self.rotary.rotate(t, first, back)
 
     def _repeat(self, t: Float[Tensor, "o s g m e"]) -> Float[Tensor, "o s h m e"]:
@@ -216,6 +217,10 @@ class Factored(Parametrisation):
     def _sum_groups(self, t: Float[Tensor, "o s h m e"]) -> Float[Tensor, "o s g m e"]:
         group = self.heads // self.kv_heads
         return t if group == 1 else t.unflatten(2, (self.kv_heads, group)).sum(3)
+
+
+def _places(tile: Chunk) -> Tensor:
+    return tile.mask.places(tile.A1.shape[2], tile.A1.device)
 
 
 def _concatenated(O: Float[Tensor, "o s h n f"]) -> Float[Tensor, "o s n hf"]:

@@ -49,6 +49,14 @@ class Rotary:
         if self.kept is not None:
             object.__setattr__(self, "kept", _checked_pairs(self.kept, self.width))
 
+    def __repr__(self) -> str:
+        """Settings; of kept pairs the number alone."""
+        pairs = ""
+        if self.kept is not None and self.width is not None:
+            heads, count = len(self.kept), len(self.kept[0])
+            pairs = f", {count} of {self.width // 2} pairs in {heads} head(s)"
+        return f"Rotary(base={self.base}, pairing={self.pairing!r}{pairs})"
+
     def require_fits(self, kv_heads: int, e: int) -> None:
         """Raise ValueError unless `kept` is for so many key/value heads of width e."""
         if self.kept is None:
@@ -90,23 +98,25 @@ class Rotary:
         return torch.stack([first, second], -1).flatten(-2)
 
     def rotate(
-        self, t: Float[Tensor, "*lead n e"], first: int = 0, back: bool = False
+        self, t: Float[Tensor, "*lead n e"], first: int | Tensor = 0, back: bool = False
     ) -> Float[Tensor, "*lead n e"]:
         """Turn row j by position first + j; `back` is the transpose, which is the inverse.
+
+        first may also hold the position of every row, as integers that broadcast to (*lead, n).
 
         With `kept`, the axis before the rows must be heads: the key/value heads, or query heads of
         which each key/value head has an equal number, one after another.
         """
         n, e = t.shape[-2:]
-        place = torch.arange(first, first + n, dtype=torch.float64, device=t.device)
+        places = torch.arange(n, device=t.device) + first if isinstance(first, int) else first
         pair = torch.arange(e // 2, dtype=torch.float64, device=t.device)
         if self.kept is not None:
             pair = torch.tensor(self.kept, dtype=torch.float64, device=t.device)[:, None]
-        angle = place[:, None] * self.base ** (-2.0 * pair / (self.width or e))
+        angle = places.double()[..., None] * self.base ** (-2.0 * pair / (self.width or e))
         cos, sin = angle.cos().to(t.dtype), angle.sin().to(t.dtype)
         if self.kept is not None:
             group = t.shape[-3] // len(self.kept)
-            cos, sin = (x.repeat_interleave(group, 0) for x in (cos, sin))
+            cos, sin = (x.repeat_interleave(group, -3) for x in (cos, sin))
         if back:
             sin = -sin
         x, y = self.split(t)

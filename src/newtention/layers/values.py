@@ -11,7 +11,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from newtention.display import Displayed, Table
 from newtention.inputs import as_tensors, shape_text
+from newtention.layers.attention_map import AttentionMap
 from newtention.layers.bilinear import Bilinear
 from newtention.layers.factored import Factored
 from newtention.layers.named_arrays import named_weights
@@ -21,15 +23,16 @@ from newtention.notation import Array, ArrayLike
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class AttentionLayer(ABC):
-    """A parametrisation with its weights.  Final subclasses: Bilinear- and FactoredAttention.
+class AttentionLayer(Displayed, ABC):
+    """A parametrisation with its weights.
 
-    Every block of the parametrisation is an attribute of the block's name.
+    Final subclasses: `BilinearAttention`, `FactoredAttention`, `MapAttention`.  Every block of the
+    parametrisation is an attribute of the block's name.
     """
 
     @property
     @abstractmethod
-    def parametrisation(self) -> Bilinear | Factored:
+    def parametrisation(self) -> Bilinear | Factored | AttentionMap:
         """Shapes and settings, without the weights."""
 
     @property
@@ -61,6 +64,23 @@ class AttentionLayer(ABC):
             t = flat[block.start : block.stop].reshape(old.shape)
             parts[block.name] = t if isinstance(old, Tensor) else t.numpy()
         return replace(self, **parts)
+
+    def _table(self) -> Table:
+        shape = self.parametrisation
+        arrays = {block.name: getattr(self, block.name) for block in shape.blocks}
+        some = next(iter(arrays.values()))
+        kind = "torch" if isinstance(some, Tensor) else "NumPy"
+        rows = [
+            ("Heads", str(shape.heads)),
+            *((name, shape_text(array.shape)) for name, array in arrays.items()),
+            *self._settings(),
+            ("Weights", f"{shape.size}, {str(some.dtype).removeprefix('torch.')} in {kind}"),
+        ]
+        return Table(type(self).__name__, rows)
+
+    def _settings(self) -> list[tuple[str, str]]:
+        """Rows on what is not an array."""
+        return []
 
     def _store(self, tensors: Mapping[str, Tensor], numpy: bool) -> None:
         """Keep copies of the weights, so that the caller's arrays may change."""
@@ -117,6 +137,38 @@ class BilinearAttention(AttentionLayer):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
+class MapAttention(AttentionLayer):
+    """The query/key map alone: what it computes is the attention map softmax(A1 X A2^T).
+
+    Args:
+        X: (d1, d2).
+
+    Raises:
+        ValueError: another number of axes, an empty axis, NaN or infinity.
+        TypeError: not real numbers.
+    """
+
+    X: ArrayLike
+
+    def __post_init__(self) -> None:
+        """Convert to a tensor (or a NumPy array, as given) and check the shape."""
+        tensors, numpy = as_tensors({"X": self.X})
+        shape = tensors["X"].shape
+        if len(shape) != 2 or 0 in shape:
+            raise ValueError(f"X must have 2 axes and not be empty; found {shape_text(shape)}.")
+        self._store(tensors, numpy)
+
+    @property
+    def parametrisation(self) -> AttentionMap:
+        """The shape, without the weights."""
+        return AttentionMap(*self.X.shape)
+
+    def __repr__(self) -> str:
+        """The shape at a glance."""
+        return f"MapAttention(d1 {self.X.shape[0]}, d2 {self.X.shape[1]})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class FactoredAttention(AttentionLayer):
     """A real attention layer.
 
@@ -139,6 +191,11 @@ class FactoredAttention(AttentionLayer):
     Raises:
         ValueError: shapes that do not fit, NaN or infinity, an odd e with rotary positions.
         TypeError: torch and NumPy or float32 and float64 mixed.
+
+    Example:
+        >>> module = torch.nn.MultiheadAttention(8, 2)
+        >>> nt.FactoredAttention.from_torch(module)
+        FactoredAttention(2 heads; d1 8, d2 8, d3 8, p 8, e 4, f 4; scale 0.5)
     """
 
     W_Q: ArrayLike
@@ -256,6 +313,11 @@ class FactoredAttention(AttentionLayer):
             f"FactoredAttention({heads}{groups}; d1 {s.d1}, d2 {s.d2}, d3 {s.d3}, "
             f"p {s.p}, e {s.e}, f {s.f}; scale {s.scale:g}{', rotary' if s.rotary else ''})"
         )
+
+    def _settings(self) -> list[tuple[str, str]]:
+        heads = ("Key/value heads", str(self.parametrisation.kv_heads))
+        rotary = [] if self.rotary is None else [("Positions", repr(self.rotary))]
+        return [heads, ("Scale", f"{self.scale:g}"), *rotary]
 
     def _parametrisation(self, w: Mapping[str, Array]) -> Factored:
         if ("b_Q" in w) != ("b_K" in w):

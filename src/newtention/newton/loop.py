@@ -1,23 +1,25 @@
-"""Newton's method for attention regression, for a batch of independent problems.
+"""Newton's method for a batch of independent objectives (`objective.Objective`).
 
-The unknowns are X and Y, but the loss is quadratic in Y: at every point Y is the best one for its X
-(`varpro.project`), and the method minimises f(X) = min_Y L(X, Y).  Its gradient and Hessian come
-from the exact blocks by eliminating Y (`varpro.eliminate_output`).  One iteration:
+Attention regression is one of them (`projected.ProjectedLoss`): its loss is quadratic in Y, at
+every point Y is the best one for its X, and the method minimises f(X) = min_Y L(X, Y).  One
+iteration:
 
-1. *Derivatives.*  Loss, gradient and Hessian blocks in one pass over the data.  Far from a solution
-   the Hessian has many negative eigenvalues, and following them early leads to poor local minima:
-   a member starts with the Gauss-Newton matrix and changes to the full Hessian after ten
-   iterations, or earlier once a step gains little.
+1. *Derivatives.*  Loss, gradient and Hessian in one pass over the data, the quadratic part of the
+   unknowns eliminated.  Far from a solution the Hessian has many negative eigenvalues, and
+   following them early leads to poor local minima: a member starts with the Gauss-Newton matrix
+   and changes to the full Hessian after ten iterations, or earlier once a step gains little.
 2. *Metric.*  The Hessian is scaled by the square root of its absolute diagonal, with a floor for
-   directions without curvature (invariances of the layer).  All lengths are in this metric.
+   directions without curvature (invariances of a layer).  All lengths are in this metric.
 3. *Step.*  The trust-region subproblem on Cholesky factors, which uses negative curvature and
    handles the hard case (`linsolve.trust_region`).
-4. *Acceptance.*  Project Y, compare the actual decrease with the model's, adapt the radius, and
-   retry with a smaller one if need be: the loss never rises by more than its rounding error.
+4. *Acceptance.*  Solve for the quadratic part, compare the actual decrease with the model's, adapt
+   the radius, and retry with a smaller one if need be: the loss never rises by more than its
+   rounding error.
 5. *Stopping.*  See `stopping`.  Members that are done leave the batch.
 
 Every quantity below has the batch as its first axis, and no decision of one member depends on
-another, so a batch gives the same answers as single solves.
+another, so a batch gives the same answers as single solves.  Losses and derivatives are in the
+units of `Objective.near` the point of their iteration; records are absolute.
 """
 
 from __future__ import annotations
@@ -32,20 +34,17 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from newtention.derivatives.gradient import data_loss
-from newtention.layers import Bilinear
 from newtention.linsolve.trust_region import TrustRegionStep, trust_region_step
 from newtention.newton.globalise import accepted, next_radius, ratio
 from newtention.newton.iterates import Iterate, Snapshot
-from newtention.newton.model import Model, Rows, curvature_unit, model_at
+from newtention.newton.model import Model, Rows, model_at
+from newtention.newton.objective import Objective
 from newtention.newton.stopping import converged, relative_decrement
-from newtention.newton.varpro import project
-from newtention.problem import AttentionProblem
 from newtention.solution import Record, Status
 
 MAX_TRIALS = 30
 FIRST_RADIUS = 0.5
-"""First radius relative to the length of X0."""
+"""First radius relative to the length of the start."""
 LITTLE_GAIN = 1e-3
 """A Gauss-Newton step that lowers the loss by less than this fraction ends that phase."""
 
@@ -55,7 +54,7 @@ class Settings:
     """What the loop needs to know.
 
     gauss_newton_iterations: iterations with the Gauss-Newton matrix before the full Hessian.
-    metric_floor: least metric entry relative to the mean absolute diagonal of the reduced Hessian.
+    metric_floor: least metric entry relative to the mean absolute diagonal of the Hessian.
     """
 
     tol: float
@@ -75,8 +74,7 @@ class Members(Rows):
     stuck: no trial step was accepted.
     """
 
-    X: Float[Tensor, "b h d1 d2"]
-    Y: Float[Tensor, "b h d3 p"]
+    theta: Float[Tensor, "b N"]
     radius: Float[Tensor, " b"]
     lam: Float[Tensor, " b"]
     full: Bool[Tensor, " b"]
@@ -95,33 +93,30 @@ class Taken(Rows):
 
 
 def iterate(
-    problem: AttentionProblem,
-    X: Float[Tensor, "b h d1 d2"],
-    Y: Float[Tensor, "b h d3 p"],
+    objective: Objective,
+    theta: Float[Tensor, "b N"],
     settings: Settings,
     snapshot: Snapshot | None = None,
 ) -> Generator[Iterate, str | None, None]:
     """Run Newton's method until every member has ended, yielding at every point, the start first.
 
-    (X, Y) is used as given if projecting Y would raise the loss, as only rounding can.
+    theta is used as given if solving for its quadratic part would raise the loss, as only rounding
+    can.
     snapshot: the state to continue from; its point is yielded again.
     """
     began = time.perf_counter()
-    layer = Bilinear(X.shape[1], *problem.widths)
-    energy = problem.target_energy()
-    unit = curvature_unit(problem, energy)
-    zero = torch.zeros_like(energy)
+    zero = torch.zeros_like(objective.energy)
     first = factorisations = 0
-    active = torch.arange(problem.batch, device=X.device)
+    active = torch.arange(objective.batch, device=theta.device)
     if snapshot is None:
-        members = _first_members(problem, X, Y)
+        members = _first_members(objective.near(theta), theta)
         taken = Taken(change=zero, step=zero, ratio=zero + torch.nan, trials=zero)
     else:
         members, taken = Members.of(snapshot), Taken.of(snapshot)
         first, factorisations = (int(n) for n in snapshot["counts"].tolist())
-        if len(snapshot["active"]) < problem.batch:
+        if len(snapshot["active"]) < objective.batch:
             active = snapshot["active"]
-            problem, energy, unit = problem.take(active), energy[active], unit[active]
+            objective = objective.take(active)
     last = max(first, settings.max_iter)
     for iteration in range(first, last + 1):
         # Before the look: what it adds depends on max_iter, and would count twice.
@@ -129,19 +124,20 @@ def iterate(
         part = members.select(active)
         if iteration in (settings.gauss_newton_iterations, last):
             part = replace(part, full=torch.ones_like(part.full))
-        part, model, step = _look(problem, part, energy, unit, settings.metric_floor)
+        objective = objective.near(part.theta)
+        part, model, step = _look(objective, part, settings.metric_floor)
         factorisations += step.factorisations
         idle = (step.decrease <= model.noise) & ~part.full
         if bool(idle.any()):  # stationary for Gauss-Newton: the full Hessian must decide
             part = replace(part, full=part.full | idle)
-            part, model, step = _look(problem, part, energy, unit, settings.metric_floor)
+            part, model, step = _look(objective, part, settings.metric_floor)
             factorisations += step.factorisations
-        decrement = relative_decrement(step.decrease, energy)
-        part, ended = _tests(model, part, step, decrement, energy, settings.tol)
+        decrement = relative_decrement(step.decrease, objective.energy)
+        part, ended = _tests(model, part, step, decrement, objective.energy, settings.tol)
         if iteration == last:
-            ended = dict.fromkeys(range(problem.batch), Status.ITERATION_LIMIT) | ended
+            ended = dict.fromkeys(range(objective.batch), Status.ITERATION_LIMIT) | ended
         members = members.merge(active, part)
-        rows = _record_rows(model, part, taken, step, decrement)
+        rows = _record_rows(objective, model, part, taken, step, decrement)
         who = active.tolist()
         now = time.perf_counter() - began
         records = {
@@ -149,7 +145,7 @@ def iterate(
             for k, row in zip(who, rows, strict=True)
         }
         yield Iterate(
-            layer.pack(members.X, members.Y),
+            members.theta,
             records,
             {who[i]: status for i, status in ended.items()},
             snapshot_of,
@@ -159,11 +155,10 @@ def iterate(
         if not staying:
             return
         if len(staying) < len(who):
-            keep = torch.tensor(staying, device=X.device)
-            problem, active = problem.take(keep), active[keep]
-            energy, unit = energy[keep], unit[keep]
+            keep = torch.tensor(staying, device=theta.device)
+            objective, active = objective.take(keep), active[keep]
             part, model, step = part.select(keep), model.select(keep), step.select(keep)
-        part, taken, factorisations = _take_step(problem, part, model, step)
+        part, taken, factorisations = _take_step(objective, part, model, step)
         del model, step  # or two Hessians would be alive while the next one is formed
         members = members.merge(active, part)
 
@@ -179,38 +174,22 @@ def _snapshots(
     }
 
 
-def _first_members(problem: AttentionProblem, X: Tensor, Y: Tensor) -> Members:
-    """The start, Y solved for X."""
-    projected = project(problem, X, Y)
-    better = total_loss(problem, X, projected) <= total_loss(problem, X, Y)
-    zero = X.new_zeros(problem.batch)
-    no = torch.zeros_like(better)
-    return Members(
-        X,
-        torch.where(better[:, None, None, None], projected, Y),
-        radius=zero,
-        lam=zero,
-        full=no,
-        invisible=zero + torch.inf,
-        stuck=no,
-    )
-
-
-def total_loss(problem: AttentionProblem, X: Tensor, Y: Tensor) -> Float[Tensor, " b"]:
-    """Data loss and regulariser."""
-    layer = Bilinear(X.shape[1], *problem.widths)
-    return data_loss(problem, layer, layer.pack(X, Y)) + problem.quadratic.value(X, Y)
+def _first_members(objective: Objective, theta: Tensor) -> Members:
+    """The start, solved for its quadratic part."""
+    solved = objective.solved(theta)
+    if solved is not theta:
+        better = objective.loss(solved) <= objective.loss(theta)
+        theta = torch.where(better[:, None], solved, theta)
+    zero = torch.zeros_like(objective.energy)
+    no = torch.zeros_like(zero, dtype=torch.bool)
+    return Members(theta, radius=zero, lam=zero, full=no, invisible=zero + torch.inf, stuck=no)
 
 
 def _look(
-    problem: AttentionProblem,
-    at: Members,
-    energy: Float[Tensor, " b"],
-    unit: Float[Tensor, " b"],
-    metric_floor: float,
+    objective: Objective, at: Members, metric_floor: float
 ) -> tuple[Members, Model, TrustRegionStep]:
     """The model at the members' points and its step; sets the radius where there is none yet."""
-    model = model_at(problem, at.X, at.Y, at.full, energy, unit, metric_floor)
+    model = model_at(objective, at.theta, at.full, metric_floor)
     radius = torch.where(at.radius > 0, at.radius, FIRST_RADIUS * model.length)
     step = trust_region_step(model.H, model.g, radius, at.lam)
     return replace(at, radius=radius), model, step
@@ -241,6 +220,7 @@ def _tests(
 
 
 def _record_rows(
+    objective: Objective,
     model: Model,
     at: Members,
     taken: Taken,
@@ -249,8 +229,8 @@ def _record_rows(
 ) -> list[dict[str, Any]]:
     """Fields of the members' records."""
     columns: dict[str, list[Any]] = {
-        "loss": model.loss.tolist(),
-        "gradient": model.gradient.tolist(),
+        "loss": objective.absolute(model.loss).tolist(),
+        "gradient": objective.absolute(model.gradient).tolist(),
         "decrement": decrement.tolist(),
         "damping": step.lam.tolist(),
         "radius": at.radius.tolist(),
@@ -266,13 +246,13 @@ def _record_rows(
 
 
 def _take_step(
-    problem: AttentionProblem, at: Members, model: Model, step: TrustRegionStep
+    objective: Objective, at: Members, model: Model, step: TrustRegionStep
 ) -> tuple[Members, Taken, int]:
     """Try steps, the radius shrinking, until each member has moved; also count factorisations."""
     zero = torch.zeros_like(model.loss)
     taken = Taken(change=zero, step=zero, ratio=zero, trials=zero)
-    pending = torch.arange(problem.batch, device=zero.device)
-    sub, factorisations = problem, 0
+    pending = torch.arange(objective.batch, device=zero.device)
+    sub, factorisations = objective, 0
     for trial in range(1, MAX_TRIALS + 1):
         moved, news, success = _try(sub, at.select(pending), model.select(pending), step)
         news = replace(news, step=news.step / model.length[pending], trials=news.trials + trial)
@@ -281,30 +261,31 @@ def _take_step(
             pending = pending[:0]
             break
         pending = pending[~success]
-        sub = problem.take(pending)
+        sub = objective.take(pending)
         rest = model.select(pending)
         step = trust_region_step(rest.H, rest.g, at.radius[pending], at.lam[pending])
         factorisations += step.factorisations
     stuck = torch.zeros_like(at.stuck).index_fill(0, pending, True)
     little = taken.change <= LITTLE_GAIN * model.loss
+    taken = replace(taken, change=objective.absolute(taken.change))
     return replace(at, full=at.full | little, stuck=stuck), taken, factorisations
 
 
 def _try(
-    problem: AttentionProblem, at: Members, model: Model, step: TrustRegionStep
+    objective: Objective, at: Members, model: Model, step: TrustRegionStep
 ) -> tuple[Members, Taken, Bool[Tensor, " b"]]:
     """Try one step: the members' new state, what to record, and who moved."""
-    X = at.X + (step.step / model.root).view_as(at.X)
-    Y = project(problem, X, at.Y)
-    change = model.loss - total_loss(problem, X, Y)
+    moves = step.step.shape[-1]
+    moved_part = at.theta[:, :moves] + step.step / model.root
+    theta = objective.solved(torch.cat([moved_part, at.theta[:, moves:]], 1))
+    change = model.loss - objective.loss(theta)
     gain = ratio(change, step.decrease)
     success = accepted(change, step.decrease, model.noise)
     invisible = success & (step.decrease <= model.noise)
     norm = torch.linalg.vector_norm(step.step, dim=-1)
     moved = replace(
         at,
-        X=torch.where(success[:, None, None, None], X, at.X),
-        Y=torch.where(success[:, None, None, None], Y, at.Y),
+        theta=torch.where(success[:, None], theta, at.theta),
         radius=next_radius(at.radius, norm, gain, invisible),
         lam=step.lam,
     )

@@ -27,9 +27,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -42,22 +40,26 @@ from newtention.derivatives.products import Kind
 from newtention.layers import Parametrisation
 from newtention.linsolve.cg import Ending, Path, Rule, truncated_cg
 from newtention.newton.globalise import ACCEPT, GROW, SHRINK, loss_noise
-from newtention.newton.iterates import NEXT_MEMBER, Iterate, Snapshot
+from newtention.newton.iterates import Iterate, MemberState, Snapshot, one_by_one
+from newtention.newton.loop import LITTLE_GAIN
 from newtention.newton.metric import Metric, Preconditioner
 from newtention.newton.reduced import Curvature
+from newtention.newton.sampled import SampledInverse
 from newtention.newton.varpro import OutputMap
 from newtention.problem import AttentionProblem
 from newtention.solution import Record, Status
 
 MAX_TRIALS = 30
 OVERHEAD = 5.0
-"""Cost of a new step (evaluations, gradient, preconditioner) in products."""
+"""Default of `Settings.overhead`."""
 METRIC_ROWS = 4096
 """Query rows that the preconditioner is built from, at least; all if there are fewer."""
 LOOSEST, TIGHTEST = 0.5, 1e-6
 """Range of the forcing term."""
 LOCAL = 0.03
 """Forcing terms below this mean fast convergence, where accuracy pays more than a fresh step."""
+SHARP = 0.1
+"""Loosest forcing term of the exact Hessian with a sampled preconditioner."""
 IDLE = 3
 """Steps too small for the loss to show in which the decrement must halve once."""
 LARGEST_OUTPUT_MAP = 2048
@@ -66,7 +68,14 @@ LARGEST_OUTPUT_MAP = 2048
 
 @dataclass(frozen=True)
 class Settings:
-    """What the loop needs to know; see `newtention.api.Options` for the meanings."""
+    """What the loop needs to know; see `newtention.api.Options` for the meanings.
+
+    sample_rows: the preconditioner is the factored matrix of so many query rows (`sampled`) instead
+        of `preconditioner`.
+    gauss_newton_iterations: the exact Hessian is used from this iteration on, or earlier once a
+        step gains little, as in `loop`; None: once steps are too small for the loss to show.
+    overhead: cost of a new step (evaluations, gradient, preconditioner) in products.
+    """
 
     tol: float
     max_iter: int
@@ -76,14 +85,16 @@ class Settings:
     curvature_share: float = 1.0
     cache_bytes: int = 0
     seed: int = 0
+    sample_rows: int | None = None
+    gauss_newton_iterations: int | None = None
+    overhead: float = OVERHEAD
 
 
 @dataclass(frozen=True, eq=False)
-class State:
-    """A point and what the method has learnt on the way, of one problem.
+class State(MemberState):
+    """A point of one problem, and what the method has learnt on the way.
 
     fresh: the point is a start whose output map has not been solved for.
-    ended: this member is done, and not because of a limit.
     slope: least norm of the gradient so far, measured by the preconditioner; 0 at the start.
     invisible: decrement when steps became too small for the loss to show, renewed whenever it has
         halved; infinite before.  idle: iterations since then.
@@ -94,9 +105,7 @@ class State:
     change, step, ratio, trials: of the last step, for its record.
     """
 
-    theta: Float[Tensor, " N"]
     fresh: bool = True
-    ended: bool = False
     iteration: int = 0
     radius: float = math.inf
     slope: float = 0.0
@@ -108,22 +117,6 @@ class State:
     step: float = 0.0
     ratio: float = math.nan
     trials: int = 0
-
-    @classmethod
-    def snapshot(cls, states: Sequence[State], theta: Float[Tensor, "b N"]) -> Snapshot:
-        """The states and weights of all members."""
-        names = [f.name for f in fields(cls) if f.name != "theta"]
-        rows = [[float(getattr(state, name)) for name in names] for state in states]
-        return {"theta": theta, "states": torch.tensor(rows, dtype=torch.float64)}
-
-    @classmethod
-    def of_snapshot(cls, snapshot: Snapshot) -> list[State]:
-        """The inverse."""
-        kinds: dict[str, Any] = {f.name: type(f.default) for f in fields(cls) if f.name != "theta"}
-        return [
-            cls(theta, **{n: kind(x) for (n, kind), x in zip(kinds.items(), row, strict=True)})
-            for theta, row in zip(snapshot["theta"], snapshot["states"].tolist(), strict=True)
-        ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,25 +168,12 @@ def iterate(
         states = [State(row, full=settings.kind == "full") for row in theta]
     else:
         states, theta = State.of_snapshot(snapshot), snapshot["theta"]
-    for i, first in enumerate(states):
-        if first.ended:
-            continue
-        status = None
-        for at, record, status in _iterate_one(problems[i], layer, first, free, settings, expired):
-            theta = theta.index_copy(0, torch.tensor([i], device=theta.device), at.theta[None])
-            states[i] = at
-            command = yield Iterate(
-                theta,
-                {i: record},
-                {} if status is None else {i: status},
-                partial(State.snapshot, tuple(states), theta),
-            )
-            if command == NEXT_MEMBER:
-                break
-        if expired():
-            return
-        # Others go on where they are when a run with a higher limit continues from here.
-        states[i] = replace(states[i], ended=status is not Status.ITERATION_LIMIT)
+    yield from one_by_one(
+        states,
+        theta,
+        lambda i, state: _iterate_one(problems[i], layer, state, free, settings, expired),
+        expired,
+    )
 
 
 def _iterate_one(
@@ -231,7 +211,7 @@ def _iterate_one(
         if look.status is not None:
             return
         point = None  # or its evaluations would be alive beside those of the trial points
-        full = state.full or math.isfinite(look.invisible)
+        full = state.full or math.isfinite(look.invisible) or _late(state, look, settings)
         state = replace(state, full=full, invisible=look.invisible, idle=look.idle)
         moved = method.advance(state, look)
         if moved is None:
@@ -303,7 +283,7 @@ class _Method:
         solvable = point.output is None or bool(torch.isfinite(point.output.inverse.root).all())
         if not (math.isfinite(gradient) and math.isfinite(point.loss) and solvable):
             return replace(look, gradient=math.inf, status=Status.OVERFLOW)
-        metric = self._metric(theta)
+        metric = self._metric(point.data)
         square = float(g @ metric.solve(g))
         if not math.isfinite(square) or (square <= 0 < gradient):
             return replace(look, status=Status.OVERFLOW)
@@ -318,7 +298,10 @@ class _Method:
         worth = min(1.0, accuracy / LOCAL)
         if math.isfinite(state.invisible):  # the loss shows no gain: solve for the gradient
             accuracy, worth = LOCAL, 0.0
-        rule = Rule(accuracy, OVERHEAD, self.settings.max_products, worth)
+        elif state.full and self.settings.sample_rows is not None:
+            # Products are few beside the work of a new sample: steps that are worth it.
+            accuracy, worth = min(accuracy, SHARP), 0.0
+        rule = Rule(accuracy, self.settings.overhead, self.settings.max_products, worth)
         product = self._curvature(point, state.full).product
         path = truncated_cg(product, g, metric.solve, state.radius, rule, self.expired)
         if path.products and not path.points:
@@ -390,8 +373,10 @@ class _Method:
             state, radius=radius, change=0.0, step=0.0, ratio=0.0, trials=trial, stuck=True
         ), None
 
-    def _metric(self, theta: Float[Tensor, "1 N"]) -> Metric:
-        sample = Linearised(self.sample, self.layer, theta)
+    def _metric(self, data: Linearised) -> Metric | SampledInverse:
+        if self.settings.sample_rows is not None:
+            return SampledInverse.at(data, self.settings.sample_rows, self.settings.seed)
+        sample = Linearised(self.sample, self.layer, data.theta)
         kind = self.settings.preconditioner
         return Metric.at(sample, self.free, kind, self.regularizer, self.settings.seed)
 
@@ -408,6 +393,14 @@ class _Method:
         return math.sqrt(max(0.0, decrease) / (self.energy or 1.0))
 
 
+def _late(state: State, look: _Look, settings: Settings) -> bool:
+    """Whether the Gauss-Newton phase ends after this iteration."""
+    if settings.gauss_newton_iterations is None:
+        return False
+    little = state.iteration > 0 and state.change <= LITTLE_GAIN * look.loss
+    return little or state.iteration + 1 >= settings.gauss_newton_iterations
+
+
 def _norm(t: Float[Tensor, " N"]) -> float:
     """Euclidean norm, also of numbers whose squares overflow or underflow."""
     largest = float(t.abs().max())
@@ -417,5 +410,5 @@ def _norm(t: Float[Tensor, " N"]) -> float:
 
 
 def eliminates(layer: Parametrisation) -> bool:
-    """Whether the output map is small enough to be solved for at every point."""
-    return layer.output_rows <= LARGEST_OUTPUT_MAP
+    """Whether there is an output map, small enough to be solved for at every point."""
+    return 0 < layer.output_rows <= LARGEST_OUTPUT_MAP

@@ -114,10 +114,12 @@ def _pairs(
     dO = dO.expand_as(at.O)
     dS = score_gradient(at.P, v, at.O, dO)
     dk = None if layer.fixed_keys else dS.mT @ q
-    *logits, values = layer.projections(tile, Heads(dS @ k, dk, at.P.mT @ dO))
-    if kind == "attended":
-        values = Projection(values.weight, values.bias, at.attended, dO)
-    return [*logits, values]
+    dv = None if v is None else at.P.mT @ dO
+    maps = list(layer.projections(tile, Heads(dS @ k, dk, dv)))
+    if kind == "attended" and v is not None:
+        values = maps.pop()
+        maps.append(Projection(values.weight, values.bias, at.attended, dO))
+    return maps
 
 
 def _moments(pair: Projection, kind: Preconditioner, groups: int) -> tuple[Tensor, Tensor, Tensor]:

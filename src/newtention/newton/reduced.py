@@ -17,7 +17,12 @@ from torch import Tensor
 
 from newtention.derivatives.gradient import backward
 from newtention.derivatives.linearised import Linearised
-from newtention.derivatives.products import Kind, data_product, output_tangent
+from newtention.derivatives.products import (
+    Kind,
+    data_product,
+    output_product,
+    output_tangent,
+)
 from newtention.layers import Evaluation
 from newtention.newton.varpro import OutputMap
 from newtention.regularizers import FlatQuadratic
@@ -75,4 +80,4 @@ class Curvature:
         direct = data_product(self.point, v[:, None], self.kind)[:, 0]
         change = output.solve(direct[:, start:].reshape(output.gradient.shape))
         w = torch.cat([torch.zeros_like(v[:, :start]), -change.flatten(1)], 1)
-        return direct + data_product(self.point, w[:, None], self.kind)[:, 0]
+        return direct + output_product(self.point, w)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from newtention.derivatives.products import Kind, hessian_product
+from newtention.display import Displayed, Table
 from newtention.inputs import as_like, shape_text
 from newtention.memory import require_memory
 from newtention.notation import Array, ArrayLike
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class CurvatureOperator:
+class CurvatureOperator(Displayed):
     """H at a point of one problem; ``op @ v`` for v (N,) or (N, k).
 
     Products take NumPy arrays and torch tensors and return the same kind, in the problem's dtype.
@@ -94,6 +95,18 @@ class CurvatureOperator:
 
         return Products(np.float64 if self.dtype == torch.float64 else np.float32, self.shape)
 
+    def _table(self) -> Table:
+        w = self.weights
+        blocks = ", ".join(f"{b.name} {shape_text(b.shape)}" for b in w.layer.blocks)
+        rows = [
+            ("Matrix", "Hessian" if self.kind == "full" else "Gauss-Newton matrix"),
+            ("Size", shape_text(self.shape)),
+            ("Unknowns", blocks),
+            ("Numbers", f"{str(self.dtype)[6:]} on {w.theta.device}"),
+            ("Problem", repr(w.problem)),
+        ]
+        return Table("CurvatureOperator", rows)
+
     def __repr__(self) -> str:
         """Size and kind."""
-        return f"CurvatureOperator({self.shape[0]} x {self.shape[1]}, {self.kind})"
+        return f"CurvatureOperator({shape_text(self.shape)}, {self.kind})"

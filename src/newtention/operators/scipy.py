@@ -11,8 +11,9 @@ from torch import Tensor
 
 from newtention.derivatives.gradient import loss_and_gradient
 from newtention.derivatives.hessian import second_order
+from newtention.derivatives.maps import map_second_order
 from newtention.derivatives.products import hessian_product
-from newtention.layers import Bilinear, FactoredAttention
+from newtention.layers import AttentionLayer, AttentionMap, Bilinear
 from newtention.newton.starts import random_start
 from newtention.newton.varpro import project
 from newtention.notation import ArrayLike
@@ -34,13 +35,17 @@ class ScipyProblem(NamedTuple):
     hessp: Callable[[np.ndarray, np.ndarray], np.ndarray]
     x0: np.ndarray
 
+    def __repr__(self) -> str:
+        """One line."""
+        return f"ScipyProblem({len(self.x0)} unknowns: {', '.join(self._fields)})"
+
 
 def to_scipy(
     problem: AttentionProblem,
-    start: tuple[ArrayLike, ArrayLike] | ArrayLike | Solution | FactoredAttention | None = None,
+    start: tuple[ArrayLike, ArrayLike] | ArrayLike | Solution | AttentionLayer | None = None,
     seed: int = 0,
 ) -> ScipyProblem:
-    """Our loss and derivatives as scipy expects them; `hess` exists in the bilinear form only.
+    """Our loss and derivatives as scipy expects them; a factored layer has no `hess`.
 
     Args:
         problem: a single problem.
@@ -55,12 +60,14 @@ def to_scipy(
         raise ValueError(
             "to_scipy takes one problem; use it on each member of the stack's `parts`."
         )
-    if start is None:
+    if start is None and problem.of_maps:
+        w = as_weights(problem, torch.zeros(problem.widths[:2], dtype=problem.like.dtype))
+    elif start is None:
         layer = Bilinear(problem.fixed_heads or 1, *problem.widths)
         X = random_start(problem, layer.heads, seed)
         Y = project(problem, X, X.new_zeros(1, layer.heads, layer.d3, layer.p))
         w = Weights(layer, layer.pack(X, Y), layer.heads == 1, problem)
-    elif isinstance(start, FactoredAttention):
+    elif isinstance(start, AttentionLayer):
         w = as_weights(problem, start)
     else:
         w = start_weights(problem, start)
@@ -80,6 +87,8 @@ def to_scipy(
         return known["last"]
 
     def hess(x: np.ndarray) -> np.ndarray:
+        if isinstance(w.layer, AttentionMap):
+            return array(map_second_order(problem, w.layer.unpack(tensor(x)))[2])
         _, X, Y = Weights(w.layer, tensor(x), False, problem).bilinear
         return array(second_order(problem, X, Y)[3].to_dense())
 

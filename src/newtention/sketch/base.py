@@ -84,7 +84,7 @@ class Distribution(ABC):
         return torch.Generator().manual_seed(self.seed)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Sketch(ABC):
     """A matrix S (size, n1 n2) that was drawn, in factored form.
 
@@ -125,6 +125,10 @@ class Sketch(ABC):
     def to_dense(self) -> Float[Tensor, "size n1n2"]:
         """S itself in float64, for tests."""
         return self._left(torch.eye(self.n1 * self.n2, dtype=torch.float64))
+
+    def __repr__(self) -> str:
+        """Sizes."""
+        return f"{type(self).__name__}(n1 {self.n1}, n2 {self.n2}, size {self.size})"
 
     @abstractmethod
     def _kronecker(

@@ -20,7 +20,7 @@ from newtention.sketch.base import Distribution, Sketch
 from newtention.sketch.rows import random_signs, tiles
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class SampledCountSketch(Sketch):
     """bucket, signs: h and s of each row of the data."""
 

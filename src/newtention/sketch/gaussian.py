@@ -19,7 +19,7 @@ from newtention.sketch.base import Distribution, Sketch
 from newtention.sketch.rows import tiles
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class SampledGaussian(Sketch):
     """seed: where the generator starts that draws S row by row."""
 

@@ -72,7 +72,7 @@ def _scores(A: Float[Tensor, "n d"]) -> Float[Tensor, " n"]:
     return torch.where((A != 0).any(1).cpu(), scores, 0.0)  # a zero row's is rounding
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class SampledLeverage(Sketch):
     """first, second: the pairs that were drawn.  weight: 1 / sqrt(size p_j q_k), float64."""
 

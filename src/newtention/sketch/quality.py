@@ -44,6 +44,14 @@ class Calibration:
     delta: float
     draws: int
 
+    def __repr__(self) -> str:
+        """One line."""
+        low, high = self.interval
+        return (
+            f"Calibration({self.kind}: size {self.size}, rate {self.rate:.3g} in [{low:.3g}, "
+            f"{high:.3g}], epsilon {self.epsilon:g}, delta {self.delta:g}, {self.draws} draws)"
+        )
+
 
 @dataclass(frozen=True)
 class Measurement:

@@ -22,7 +22,7 @@ from newtention.sketch.hadamard import padded, transform, transform_
 from newtention.sketch.rows import random_signs, tiles
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class SampledSRHT(Sketch):
     """signs: the diagonal of D.  rows: those of H that P takes."""
 

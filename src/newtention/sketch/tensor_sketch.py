@@ -23,7 +23,7 @@ from newtention.sketch.countsketch import SampledCountSketch
 from newtention.sketch.rows import random_signs, tiles
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class SampledTensorSketch(Sketch):
     """bucket1, signs1: h1 and s1 of each row of A1; bucket2, signs2: of A2."""
 

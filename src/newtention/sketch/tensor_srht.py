@@ -24,7 +24,7 @@ from newtention.sketch.hadamard import padded, transform, transform_
 from newtention.sketch.rows import kronecker_rows, random_signs, tiles
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class SampledTensorSRHT(Sketch):
     """signs1, signs2: diagonals of D1, D2.  first, second: the rows of H that P takes."""
 

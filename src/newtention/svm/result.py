@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
 
+from newtention.display import Displayed, Table
 from newtention.notation import Array
 
 Norm = Literal["frobenius", "nuclear"]
@@ -77,9 +78,15 @@ class Conflict:
             "proved": self.proved,
         }
 
+    def __repr__(self) -> str:
+        """One line."""
+        how = "proved" if self.proved else "up to rounding"
+        few = ", irreducible" if self.irreducible else ""
+        return f"Conflict({len(self.pairs)} pairs{few}, {how})"
+
 
 @dataclass(frozen=True, eq=False)
-class AttentionSVM:
+class AttentionSVM(Displayed):
     """The smallest X that gives each query's selected key the largest logit by at least 1.
 
     X: (d1, d2), for which all constraints hold; None if there is none, or none was found.
@@ -146,21 +153,34 @@ class AttentionSVM:
 
     def summary(self) -> str:
         """Sentences that can be quoted."""
-        lines = [self.message]
-        if self.X is not None and self.status is not SvmStatus.NO_CONSTRAINTS:
-            kind = "Frobenius" if self.norm == "frobenius" else "nuclear"
-            lines.append(
-                f"Margin {self.margin:.6g} in the {kind} norm; objective {self.objective:.10g}, "
-                f"at most {max(self.gap, 0.0):.1e} of it above the smallest (duality gap)."
-            )
-            lines.append(
-                f"{len(self.support)} support pair(s) of {len(set(self.support[:, 0].tolist()))} "
-                f"query(ies); {self.active} pairs in the last of {self.rounds} program(s)."
-            )
-            if self.slack is not None:
-                short = int((self.slack > 1e-9).sum())  # less is rounding
-                lines.append(f"{short} query(ies) fall short of the margin.")
+        lines, facts = [self.message], self._facts()
+        if facts:
+            lines.append(f"Margin {facts['Margin']}; objective {facts['Objective']}.")
+            lines.append(f"{facts['Support']}; {facts['Programs']}.")
+        if "Slack" in facts:
+            lines.append(f"{facts['Slack']}.")
         return "\n".join(lines)
+
+    def _facts(self) -> dict[str, str]:
+        if self.X is None or self.status is SvmStatus.NO_CONSTRAINTS:
+            return {}
+        kind = "Frobenius" if self.norm == "frobenius" else "nuclear"
+        queries = len(set(self.support[:, 0].tolist()))
+        gap = f"at most {max(self.gap, 0.0):.1e} of it above the smallest (duality gap)"
+        facts = {
+            "Margin": f"{self.margin:.6g} in the {kind} norm",
+            "Objective": f"{self.objective:.10g}, {gap}",
+            "Support": f"{len(self.support)} support pair(s) of {queries} query(ies)",
+            "Programs": f"{self.active} pairs in the last of {self.rounds} program(s)",
+        }
+        if self.slack is not None:
+            short = int((self.slack > 1e-9).sum())  # less is rounding
+            facts["Slack"] = f"{short} query(ies) fall short of the margin"
+        return facts
+
+    def _table(self) -> Table:
+        margin = "hard margin" if self.soft is None else f"soft margin, C = {self.soft:g}"
+        return Table(f"AttentionSVM: {margin}", [*self._facts().items()], notes=(self.message,))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data without X, support, duals and slack; infinity as a string."""
@@ -181,6 +201,14 @@ class AttentionSVM:
             "rounds": self.rounds,
             "conflict": None if self.conflict is None else self.conflict.to_dict(),
         }
+
+    def __repr__(self) -> str:
+        """One line."""
+        return (
+            f"AttentionSVM({self.status.name.lower().replace('_', ' ')}, margin "
+            f"{self.margin:.6g} in the {self.norm} norm, gap {self.gap:.1e}, "
+            f"{len(self.support)} support pairs)"
+        )
 
     def __str__(self) -> str:
         """The summary."""

@@ -82,6 +82,12 @@ def attention_svm(
     Reference:
         Tarzanagh, Li, Thrampoulidis, Oymak, "Transformers as Support Vector Machines",
         arXiv 2308.16898.
+
+    Example:
+        >>> svm = nt.attention_svm(np.eye(2), np.eye(2), [1, 0])
+        >>> svm.X.round(6)
+        array([[-0.5,  0.5],
+               [ 0.5, -0.5]])
     """
     tensors, numpy = as_tensors({"A1": A1, "A2": A2})
     like = tensors["A1"]

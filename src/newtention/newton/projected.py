@@ -1,0 +1,76 @@
+"""Attention regression for the dense loop: the loss of X alone, every Y the best for its X."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from newtention.chunks import Chunk, reduce
+from newtention.derivatives.gradient import data_loss
+from newtention.derivatives.hessian import second_order
+from newtention.layers import Bilinear
+from newtention.newton.globalise import loss_noise
+from newtention.newton.objective import Derivatives, Objective
+from newtention.newton.varpro import eliminate_output, project
+from newtention.problem import AttentionProblem
+
+
+@dataclass(frozen=True, eq=False)
+class ProjectedLoss(Objective):
+    """f(X) = min_Y L(X, Y); theta is the flat vector of (X, Y), and steps move X."""
+
+    problem: AttentionProblem
+    layer: Bilinear
+
+    @classmethod
+    def of(cls, problem: AttentionProblem, layer: Bilinear) -> Self:
+        """The objective of a problem's members."""
+        energy = problem.target_energy()
+        return cls(problem, layer, energy=energy, unit=curvature_unit(problem, energy))
+
+    def take(self, index: Int[Tensor, " k"]) -> Self:
+        """The members at `index`."""
+        parts = {"energy": self.energy[index], "unit": self.unit[index]}
+        return replace(self, problem=self.problem.take(index), **parts)
+
+    def solved(self, theta: Float[Tensor, "b N"]) -> Float[Tensor, "b N"]:
+        """theta with the best Y for its X, the nearest to the given one of several."""
+        X, Y = self.layer.unpack(theta)
+        return self.layer.pack(X, project(self.problem, X, Y))
+
+    def loss(self, theta: Float[Tensor, "b N"]) -> Float[Tensor, " b"]:
+        """Data loss and regulariser."""
+        penalty = self.problem.quadratic.value(*self.layer.unpack(theta))
+        return data_loss(self.problem, self.layer, theta) + penalty
+
+    def derivatives(self, theta: Float[Tensor, "b N"], full: Bool[Tensor, " b"]) -> Derivatives:
+        """Gradient and Hessian from the exact blocks, Y eliminated."""
+        X, Y = self.layer.unpack(theta)
+        share = None if bool(full.all()) else full.to(self.energy.dtype)
+        loss, GX, GY, blocks = second_order(self.problem, X, Y, share)
+        reduced = eliminate_output(blocks, GX, GY)
+        data = (loss - self.problem.quadratic.value(X, Y)).clamp(min=0)
+        noise = loss_noise(loss, data, self.energy)
+        return Derivatives(loss, noise, reduced.gradient, reduced.hessian)
+
+
+def curvature_unit(problem: AttentionProblem, energy: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
+    """Size of curvature in one entry of X: 1/2 ||B||^2 per mean square change of the logits.
+
+    NaN if it underflows.
+    """
+
+    def tile_sums(tile: Chunk) -> tuple[Tensor, ...]:
+        a1, a2 = tile.queries.square().sum((1, 2, 3)), tile.A2.square().sum((1, 2, 3))
+        return a1, a2, tile.query_count(), tile.key_count()
+
+    a1, a2, n, m = reduce(problem.chunks, problem.batch, tile_sums)
+    d1, d2, _, _ = problem.widths
+    mean1, mean2 = a1 / (n * d1), a2 / (m * d2)
+    unit = energy * mean1 * mean2
+    lost = (unit == 0) & (energy > 0) & (mean1 > 0) & (mean2 > 0)
+    return torch.where(lost, torch.nan, unit)

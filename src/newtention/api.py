@@ -320,7 +320,7 @@ def _solve(
     start = _starts(problem, starts, n_init, settings.seed, options)
     layer, theta = start.layer, start.theta
     free = _free(layer, options.freeze, theta)
-    checkpoint = _checkpoint(problem, theta, settings, options, tol)
+    checkpoint = _checkpoint(problem, start, settings, options, tol)
     state = None if checkpoint is None else checkpoint.load(theta.device)
     method, cache = settings.method, options.cache_bytes
     if state is not None:
@@ -372,12 +372,13 @@ def _solve(
 
 
 def _checkpoint(
-    problem: AttentionProblem, theta: Tensor, settings: _Settings, options: Options, tol: float
+    problem: AttentionProblem, start: Weights, settings: _Settings, options: Options, tol: float
 ) -> Checkpoint | None:
     """Where the run's state is kept, and what makes it this run's."""
     if settings.checkpoint is None:
         return None
     words: dict[str, object] = {
+        "layer": repr(start.layer),
         "method": settings.method,
         "tolerance": tol,
         "n_init": settings.n_init,
@@ -386,7 +387,7 @@ def _checkpoint(
     }
     if settings.validation is not None:
         words["validation data"] = problem_digest(settings.validation)
-    return Checkpoint(Path(settings.checkpoint), run_identity(problem, theta, words))
+    return Checkpoint(Path(settings.checkpoint), run_identity(problem, start.theta, words))
 
 
 def _iterates(

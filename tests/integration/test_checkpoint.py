@@ -400,6 +400,13 @@ def test_other_data_in_one_number_is_refused(made):
         nt.solve(problem, checkpoint=path, **settings)
 
 
+def test_another_scale_of_the_same_weights_is_refused(made):
+    problem, settings, path = made
+    other = replace(settings["start"], scale=0.123)
+    with refused(path, ValueError, "belongs to another run: its layer"):
+        nt.solve(problem, checkpoint=path, **settings | {"start": other})
+
+
 def test_validation_left_out_is_refused(tmp_path):
     problem, settings = RUNS["validation"]()
     path = tmp_path / "state"

@@ -44,6 +44,7 @@ KINDS = {
 }
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("kind", "curvature"),
     [*((kind, "gauss-newton") for kind in KINDS), ("grouped, biases", "full")],
@@ -69,6 +70,7 @@ def test_never_rises_and_counts_its_work():
     assert solution.loss == pytest.approx(losses[-1], rel=1e-12)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_with_a_ridge_it_ends_stationary():
     problem, _, near = planted(seed=1)
     ridged = problem.with_regularizer(nt.Ridge(1.0, 1.0))
@@ -81,6 +83,7 @@ def test_with_a_ridge_it_ends_stationary():
     assert size < 1e-6 * math.sqrt(sum(float(t.square().sum()) for t in first.values()))
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_agrees_with_the_dense_method():
     problem, *_ = planted(seed=2)
     g = torch.Generator().manual_seed(7)

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 EXAMPLES = re.findall(
@@ -28,6 +29,7 @@ def test_planted_layer(capsys):
     assert abs(names["solution"].Y - names["Y"]).max() < 1e-13
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_truncated_layer(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = run(EXAMPLES[1])

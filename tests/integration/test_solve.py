@@ -367,6 +367,7 @@ def test_summary_and_table(capsys):
 # Saddles
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("options", [None, NEWTON], ids=["default", "newton"])
 def test_saddle_is_left(seed, options):
@@ -412,6 +413,7 @@ def test_heads_of_the_start_are_kept():
     assert nt.solve(problem, options=nt.Options(heads=3), max_iter=1).X.shape == (3, 4, 4)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_more_heads_fit_better():
     made = zoo.planted(3, 48, 0.3, "clustered", heads=3, seed=0)
     losses = [
@@ -429,6 +431,7 @@ def test_seeds():
     assert not torch.allclose(first.start.X, other.start.X)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_n_init_is_a_batch_of_separate_solves():
     problem = zoo.planted(4, 48, 0.1, "real", seed=1).problem
     batch = nt.solve(problem, n_init=5, seed=3)
@@ -456,6 +459,7 @@ def test_a_given_start_is_the_first_of_n_init():
 # Many problems
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_many_small_problems_equal_single_solves():
     """64 problems of different data, scale and regularisation, with both kinds of start."""
     problems, starts = [], []

@@ -75,6 +75,7 @@ def test_more_starts_never_hurt():
     assert four.loss == min(four.start_losses)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_planted_real_tokens_are_recovered_by_restarts():
     """Real tokens at d = 3: some of 8 starts reach the plant on at least 5 of 8 problems.
 

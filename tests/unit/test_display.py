@@ -49,7 +49,8 @@ def objects():
     )
     contraction = nt.contraction(weighted, points, paper, sketch="none")
     certificate = nt.certify(problem, X, Y)
-    impossible = nt.attention_svm(A, A, np.arange(N))
+    between = np.array([[0.0], [1.0], [-1.0]])
+    impossible = nt.attention_svm(np.ones((1, 1)), between, [0])
     spectrum = nt.spectrum(problem, X, Y, k=2, density=True)
     fit = nt.softmax_regression(A, b)
     two = sketch.calibrate("gaussian", A[:, :1], A[:, :1], epsilon=0.9, delta=0.5, draws=20)
@@ -61,6 +62,7 @@ def objects():
         *(certificate, nt.certify(problem, 9 * X, Y), certificate.basin),
         *(fit, nt.certify_softmax(A, b, fit.x), nt.certify_softmax(A, b, fit.x + 9)),
         *(impossible, impossible.conflict, nt.attention_svm(A, A, np.arange(N), soft=1.0)),
+        nt.attention_svm(A, A, np.arange(N)),
         *(nt.selected_tokens(problem, X, Y), nt.selected_tokens(problem, *heads)),
         nt.regularisation_path(nt.selection_problem(A, A, np.zeros(N, dtype=int)), [1.0, 0.1]),
         *(nt.paper_regime(weighted, paper.X, paper.Y), nt.paper_regime(weighted, 99 * X, Y)),
@@ -130,7 +132,7 @@ def test_html_is_one_plain_element(kind):
         assert ET.fromstring(html).tag == "div"
         assert not any(bad in html for bad in ("<script", "<img", "color:", "background", "href"))
         texts = shown(html)
-        assert len(texts) > 2
+        assert len(texts) >= 2
         assert not any("tensor(" in text or "\n" in text for text in texts)
 
 
@@ -162,8 +164,7 @@ def test_html_of_tables_and_of_settings():
         names = names.replace("cond H", "cond_H").split()
         assert [t.replace(" ", "_") for t in texts[first : first + len(names)]] == names
         for line in lines[1 : 1 + len(getattr(o, "statuses", None) or o.steps)]:
-            assert all(cell in texts for cell in line.split("  ")[-1].split(" ", 0))
-            assert line.split()[1] in texts
+            assert {line.split()[1], line.split("  ")[-1]} <= set(texts)
     problem, stack, weighted, maps = of(nt.AttentionProblem)
     assert "ridge, x 1.0, y 0.5" in shown(problem._repr_html_())
     assert "token weights, min 100.0, max 100.0" in shown(weighted._repr_html_())
@@ -235,7 +236,7 @@ def test_piped_output_is_plain(data, tmp_path, capsys, monkeypatch, forced):
     if forced:
         monkeypatch.setenv("FORCE_COLOR", "1")
         monkeypatch.setenv("TERM", "xterm-256color")
-    run(["fit", str(data), "--out", str(tmp_path / "r"), "--ridge", "1", "--n-init", "3"])
+    run(["fit", str(data), "--out", str(tmp_path / "r"), "--ridge=1", "--n-init=3", "--no-report"])
     out, err = capsys.readouterr()
     assert err == ""
     assert "Converged" in out
@@ -264,13 +265,18 @@ def test_which_terminals_are_redrawn(monkeypatch):
     assert terminal() is None
 
 
+def interrupted(display):
+    with display:
+        print("a warning", file=sys.stderr)
+        raise KeyboardInterrupt
+
+
 def test_an_interrupt_leaves_the_terminal_clean(capsys):
     screen = io.StringIO()
     stdout, stderr = sys.stdout, sys.stderr
     console = Console(file=screen, force_terminal=True, width=100)
-    with pytest.raises(KeyboardInterrupt), Display(console):
-        print("a warning", file=sys.stderr)
-        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(Display(console))
     text = screen.getvalue()
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1
     assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l")

@@ -139,6 +139,7 @@ def assert_close(found, wanted, tolerance):
     assert error <= tolerance, f"relative error {error:.1e} above {tolerance:.0e}"
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_and_derivatives_equal_autograd(name):
     layer, problem, outputs, residual, penalty = case(name)

@@ -306,6 +306,7 @@ def test_report_of_every_kind_of_fit(tmp_path, name):
     assert "undefined" not in text
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_report_of_a_factored_layer(tmp_path, fitted):
     problem = fitted[0]
     solution = nt.solve(problem, start=factored_start(), validation=problem, **CG)

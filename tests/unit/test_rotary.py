@@ -65,6 +65,7 @@ def test_split_and_join_are_inverse(pairing):
     assert torch.equal(first[..., 1], t[..., columns([1], 8, pairing)[0]])
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("pairing", "mask"), [("halves", None), ("neighbours", "causal")])
 def test_outputs_and_derivatives_equal_autograd(pairing, mask):
     """Oracle: the full head, complex turns, with zeros in the pairs that are gone."""

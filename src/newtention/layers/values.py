@@ -67,14 +67,11 @@ class AttentionLayer(Displayed, ABC):
 
     def _table(self) -> Table:
         shape = self.parametrisation
-        arrays = {block.name: getattr(self, block.name) for block in shape.blocks}
-        some = next(iter(arrays.values()))
-        kind = "torch" if isinstance(some, Tensor) else "NumPy"
         rows = [
             ("Heads", str(shape.heads)),
-            *((name, shape_text(array.shape)) for name, array in arrays.items()),
+            *((b.name, shape_text(getattr(self, b.name).shape)) for b in shape.blocks),
             *self._settings(),
-            ("Weights", f"{shape.size}, {str(some.dtype).removeprefix('torch.')} in {kind}"),
+            ("Weights", f"{shape.size}, {str(self.theta.dtype)[6:]}"),
         ]
         return Table(type(self).__name__, rows)
 

@@ -111,33 +111,21 @@ class Regime(Displayed):
         )
 
     def _table(self) -> Table:
-        low, high = self.sketch
+        parts = ("gauss_newton", "positive", "negative", "mixed", "output")
         rows = [
             ("Error of the Hessian (epsilon)", f"{self.epsilon:.3g} (below {LIMIT} is needed)"),
-            ("  two-sided", f"{self.two_sided:.3g}"),
-            ("  Gauss-Newton part", f"{self.gauss_newton:.3g}"),
-            ("  positive part", f"{self.positive:.3g}"),
-            ("  negative part", f"{self.negative:.3g}"),
-            ("  mixed part", f"{self.mixed:.3g}"),
-            ("  output part", f"{self.output:.3g}"),
+            *((f"  {name.replace('_', '-')} part", f"{getattr(self, name):.3g}") for name in parts),
             ("Rate in the end", f"{self.rate:.3g}"),
-            ("Sketched over exact curvature", f"{low:.3g} to {high:.3g}"),
             ("Weights that suffice", f"{self.w_factor:.3g} times these"),
             ("Smallest w^2", f"10^{self.log10_weight:.1f}"),
             ("The paper's threshold", f"10^{self.log10_threshold:.1f}"),
         ]
-        return Table(f"Regime: {self._side}", rows, notes=(self.sentence,))
-
-    @property
-    def _side(self) -> str:
-        return "inside" if self.inside else "outside"
+        return Table("Regime", rows, notes=(self.sentence,))
 
     def __repr__(self) -> str:
         """One line."""
-        return (
-            f"Regime({self._side}, epsilon {self.epsilon:.3g}, rate {self.rate:.3g}, "
-            f"w_factor {self.w_factor:.3g})"
-        )
+        side = "inside" if self.inside else "outside"
+        return f"Regime({side}, epsilon {self.epsilon:.3g}, w_factor {self.w_factor:.3g})"
 
     def __str__(self) -> str:
         """The verdict."""

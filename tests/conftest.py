@@ -57,3 +57,18 @@ def unchecked():
     jaxtyping_config.update("jaxtyping_disable", True)
     yield
     jaxtyping_config.update("jaxtyping_disable", False)
+
+
+LONG = ("integration", "statistical", "properties")
+LONG_UNITS = ("benchmarks", "certify", "display", "docs", "memory", "metric", "paper_regime")
+LONG_UNITS += ("regression", "report", "spectrum", "svm", "maps", "selection")
+"""Tests that call the library thousands of times, which the checks make five times as slow."""
+
+
+@pytest.fixture(autouse=True)
+def checked(request):
+    """Shape checks: everywhere in the full tier, but in the quick one not where calls are many."""
+    module = request.node.path
+    long = module.parent.name in LONG or module.stem.removeprefix("test_") in LONG_UNITS
+    if long and not request.config.getoption("--run-full"):
+        request.getfixturevalue("unchecked")

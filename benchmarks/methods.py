@@ -31,9 +31,9 @@ CASES = {
         (4, LENGTH, 16, RANDOM),
     ),
     "full": (
-        *((n // LENGTH, LENGTH, d, NEAR) for d in (16, 32, 64) for n in (1024, 4096, 16384)),
-        *((256, LENGTH, d, NEAR) for d in (16, 32)),
-        *((1, n, d, NEAR) for d in (16, 64) for n in (1024, 4096)),
+        *((s, LENGTH, d, NEAR) for d in (16, 32, 64) for s in (4, 16, 64)),
+        (256, LENGTH, 16, NEAR),
+        (1, 4096, 16, NEAR),
         *((4, LENGTH, d, RANDOM) for d in (16, 32)),
     ),
 }

@@ -14,7 +14,7 @@ from newtention.cli.progress import busy
 from newtention.cli.terminal import say
 from newtention.inputs import shape_text
 from newtention.io import ArrayFile, open_arrays
-from newtention.io.softmax import ARRAYS, RESULT, prepare_softmax_folder, write_softmax
+from newtention.io.softmax import SOFTMAX, write_softmax
 from newtention.io.sources import DTYPES
 from newtention.regression import softmax_regression
 
@@ -46,7 +46,7 @@ def fit_softmax(
     """
     file = open_arrays(source)
     A, b = _read(file, matrix, 2, "--queries", dtype), _read(file, target, 1, "--targets", dtype)
-    created = prepare_softmax_folder(out, force)
+    created = SOFTMAX.prepare(out, force)
     with removed_on_failure(out, created):
         with nullcontext() if as_json else busy("Solving"):
             try:
@@ -79,8 +79,8 @@ def fit_softmax(
     else:
         say(result.summary())
         say()
-        say(f"Result  {out / RESULT}")
-        say(f"Arrays  {out / ARRAYS}")
+        say(f"Result  {out / SOFTMAX.result}")
+        say(f"Arrays  {out / SOFTMAX.arrays}")
     if not result.success:
         raise typer.Exit(NOT_CONVERGED)
 

@@ -17,7 +17,7 @@ from newtention.cli.progress import busy
 from newtention.cli.terminal import complain, say
 from newtention.io import ABSENT, ArrayFile, ArrayNames, open_arrays
 from newtention.io.names import choose_names
-from newtention.io.svm import ARRAYS, RESULT, prepare_svm_folder, write_svm
+from newtention.io.svm import SVM, write_svm
 from newtention.io.tensors import SourceData
 from newtention.svm import attention_svm
 
@@ -102,7 +102,7 @@ def svm(
     """
     file = open_arrays(source)
     arrays, names = _read(file, selected, ArrayNames(queries, ABSENT, keys, ABSENT))
-    created = prepare_svm_folder(out, force)
+    created = SVM.prepare(out, force)
     with removed_on_failure(out, created):
         with nullcontext() if as_json else busy("Solving"):
             try:
@@ -131,8 +131,8 @@ def svm(
     else:
         say(result.summary())
         say()
-        say(f"Result  {out / RESULT}")
-        say(f"Arrays  {out / ARRAYS}")
+        say(f"Result  {out / SVM.result}")
+        say(f"Arrays  {out / SVM.arrays}")
     if require_separable and result.infeasible:
         complain("--require-separable asks for an X that selects all these keys; there is none.")
     stopped = not (result.success or result.infeasible)

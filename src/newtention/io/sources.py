@@ -141,8 +141,7 @@ def load_problem(
         with warnings.catch_warnings():
             if names.targets is None:  # about targets that nobody gave
                 warnings.simplefilter("ignore")
-            build = _build_maps if kind == "attention-map" else _build
-            problem = build(tensors, rows, keywords)
+            problem = _build(tensors, rows, keywords, maps=kind == "attention-map")
     except (ValueError, TypeError) as error:
         raise type(error)(f"{file.label}: {error}") from error
     provenance = Provenance(
@@ -251,49 +250,22 @@ def _sequences(
 
 
 def _build(
-    t: Mapping[str, Tensor], rows: Mapping[str, Tensor], keywords: Mapping[str, Any]
+    t: Mapping[str, Tensor],
+    rows: Mapping[str, Tensor],
+    keywords: Mapping[str, Any],
+    maps: bool,
 ) -> AttentionProblem:
     """The constructor for the shapes at hand."""
     if "offsets" in rows:
-        return AttentionProblem.from_ragged(
-            t["queries"],
-            t["targets"],
-            offsets=rows["offsets"],
-            keys=t.get("keys"),
-            values=t.get("values"),
-            key_offsets=rows.get("key_offsets"),
-            **keywords,
-        )
+        key_side = {"keys": t.get("keys"), "key_offsets": rows.get("key_offsets")}
+        given: dict[str, Any] = {"offsets": rows["offsets"], **key_side, **keywords}
+        if maps:
+            return AttentionProblem.from_ragged_maps(t["queries"], t["targets"], **given)
+        values = t.get("values")
+        return AttentionProblem.from_ragged(t["queries"], t["targets"], values=values, **given)
     keys = t.get("keys", t["queries"])
-    return AttentionProblem(
-        t["queries"],
-        keys,
-        t.get("values", keys),
-        t["targets"],
-        lengths=rows.get("lengths"),
-        key_lengths=rows.get("key_lengths"),
-        **keywords,
-    )
-
-
-def _build_maps(
-    t: Mapping[str, Tensor], rows: Mapping[str, Tensor], keywords: Mapping[str, Any]
-) -> AttentionProblem:
-    """The same for attention maps."""
-    if "offsets" in rows:
-        return AttentionProblem.from_ragged_maps(
-            t["queries"],
-            t["targets"],
-            offsets=rows["offsets"],
-            keys=t.get("keys"),
-            key_offsets=rows.get("key_offsets"),
-            **keywords,
-        )
-    return AttentionProblem.from_maps(
-        t["queries"],
-        t.get("keys", t["queries"]),
-        t["targets"],
-        lengths=rows.get("lengths"),
-        key_lengths=rows.get("key_lengths"),
-        **keywords,
-    )
+    given = {"lengths": rows.get("lengths"), "key_lengths": rows.get("key_lengths"), **keywords}
+    if maps:
+        return AttentionProblem.from_maps(t["queries"], keys, t["targets"], **given)
+    values = t.get("values", keys)
+    return AttentionProblem(t["queries"], keys, values, t["targets"], **given)

@@ -11,6 +11,8 @@ ACCEPT = 1e-4
 number in [0, 1/4))."""
 SHRINK, GROW = 0.25, 3.0
 """Radius after a poor step (ratio < 1/4) and a good one (ratio > 3/4), in step lengths."""
+LITTLE_GAIN = 1e-3
+"""A Gauss-Newton step that lowers the loss by less than this fraction ends that phase."""
 
 
 def loss_noise(

@@ -35,7 +35,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from newtention.linsolve.trust_region import TrustRegionStep, trust_region_step
-from newtention.newton.globalise import accepted, next_radius, ratio
+from newtention.newton.globalise import LITTLE_GAIN, accepted, next_radius, ratio
 from newtention.newton.iterates import Iterate, Snapshot
 from newtention.newton.model import Model, Rows, model_at
 from newtention.newton.objective import Objective
@@ -45,8 +45,6 @@ from newtention.solution import Record, Status
 MAX_TRIALS = 30
 FIRST_RADIUS = 0.5
 """First radius relative to the length of the start."""
-LITTLE_GAIN = 1e-3
-"""A Gauss-Newton step that lowers the loss by less than this fraction ends that phase."""
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass
 
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from newtention.derivatives.gradient import data_loss
@@ -13,28 +12,13 @@ from newtention.derivatives.maps import map_second_order
 from newtention.derivatives.penalty import penalty
 from newtention.layers import AttentionMap
 from newtention.newton.globalise import loss_noise
-from newtention.newton.objective import Derivatives, Objective
-from newtention.newton.projected import curvature_unit
-from newtention.problem import AttentionProblem
+from newtention.newton.objective import Derivatives
+from newtention.newton.projected import ProblemLoss
 
 
 @dataclass(frozen=True, eq=False)
-class MapLoss(Objective):
+class MapLoss(ProblemLoss[AttentionMap]):
     """1/2 sum_j q_j ||P_j - B_j||^2 plus the regulariser; theta is vec X, and steps move it all."""
-
-    problem: AttentionProblem
-    layer: AttentionMap
-
-    @classmethod
-    def of(cls, problem: AttentionProblem, layer: AttentionMap) -> Self:
-        """The objective of a problem's members."""
-        energy = problem.target_energy()
-        return cls(problem, layer, energy=energy, unit=curvature_unit(problem, energy))
-
-    def take(self, index: Int[Tensor, " k"]) -> Self:
-        """The members at `index`."""
-        parts = {"energy": self.energy[index], "unit": self.unit[index]}
-        return replace(self, problem=self.problem.take(index), **parts)
 
     def loss(self, theta: Float[Tensor, "b N"]) -> Float[Tensor, " b"]:
         """Data loss and regulariser."""

@@ -39,9 +39,8 @@ from newtention.derivatives.penalty import penalty
 from newtention.derivatives.products import Kind
 from newtention.layers import Parametrisation
 from newtention.linsolve.cg import Ending, Path, Rule, truncated_cg
-from newtention.newton.globalise import ACCEPT, GROW, SHRINK, loss_noise
+from newtention.newton.globalise import ACCEPT, GROW, LITTLE_GAIN, SHRINK, loss_noise
 from newtention.newton.iterates import Iterate, MemberState, Snapshot, one_by_one
-from newtention.newton.loop import LITTLE_GAIN
 from newtention.newton.metric import Metric, Preconditioner
 from newtention.newton.reduced import Curvature
 from newtention.newton.sampled import SampledInverse

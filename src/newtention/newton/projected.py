@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Generic, Self, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -12,22 +12,24 @@ from torch import Tensor
 from newtention.chunks import Chunk, reduce
 from newtention.derivatives.gradient import data_loss
 from newtention.derivatives.hessian import second_order
-from newtention.layers import Bilinear
+from newtention.layers import AttentionMap, Bilinear
 from newtention.newton.globalise import loss_noise
 from newtention.newton.objective import Derivatives, Objective
 from newtention.newton.varpro import eliminate_output, project
 from newtention.problem import AttentionProblem
 
+L = TypeVar("L", Bilinear, AttentionMap)
+
 
 @dataclass(frozen=True, eq=False)
-class ProjectedLoss(Objective):
-    """f(X) = min_Y L(X, Y); theta is the flat vector of (X, Y), and steps move X."""
+class ProblemLoss(Objective, Generic[L]):
+    """The loss of a problem's members, for one parametrisation."""
 
     problem: AttentionProblem
-    layer: Bilinear
+    layer: L
 
     @classmethod
-    def of(cls, problem: AttentionProblem, layer: Bilinear) -> Self:
+    def of(cls, problem: AttentionProblem, layer: L) -> Self:
         """The objective of a problem's members."""
         energy = problem.target_energy()
         return cls(problem, layer, energy=energy, unit=curvature_unit(problem, energy))
@@ -36,6 +38,11 @@ class ProjectedLoss(Objective):
         """The members at `index`."""
         parts = {"energy": self.energy[index], "unit": self.unit[index]}
         return replace(self, problem=self.problem.take(index), **parts)
+
+
+@dataclass(frozen=True, eq=False)
+class ProjectedLoss(ProblemLoss[Bilinear]):
+    """f(X) = min_Y L(X, Y); theta is the flat vector of (X, Y), and steps move X."""
 
     def solved(self, theta: Float[Tensor, "b N"]) -> Float[Tensor, "b N"]:
         """theta with the best Y for its X, the nearest to the given one of several."""

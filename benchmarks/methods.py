@@ -42,9 +42,16 @@ LIMIT = {"toy": 20.0, "quick": 30.0, "full": 60.0}
 """Seconds on the clock for one fit."""
 SEEDS = {"toy": 1, "quick": 3, "full": 1}
 
+SAMPLES = {
+    "toy": ((1, 64, 4), (32, 64)),
+    "quick": ((16, LENGTH, 32), (1024, 2048, 4096)),
+    "full": ((16, LENGTH, 32), (1024, 2048, 4096)),
+}
+"""Sequences, tokens and width of a problem, and query rows that "sketched" takes of it."""
+
 
 def run(size: Size) -> dict:
-    """All methods on every case, one after another within a seed."""
+    """All methods on every case, one after another within a seed; samples of several sizes."""
     cases = []
     for s, n, d, start in CASES[size]:
         runs: dict[str, list[dict]] = {method: [] for method in METHODS}
@@ -64,7 +71,20 @@ def run(size: Size) -> dict:
                 "methods": {method: _summary(found) for method, found in runs.items()},
             }
         )
-    return {"cases": cases, "limit": LIMIT[size]}
+    return {"cases": cases, "limit": LIMIT[size], "samples": _samples(size)}
+
+
+def _samples(size: Size) -> list[dict]:
+    """Products of a fit with samples of several sizes."""
+    shape, counts = SAMPLES[size]
+    problem, near = planted(*shape, seed=0)
+    found = []
+    for rows in counts:
+        options = nt.Options(sample_rows=rows)
+        s = nt.solve(problem, near, method="sketched", options=options, max_seconds=LIMIT[size])
+        products = sum(s.history.column("inner"))
+        found.append({"shape": shape, "rows": rows, "products": products, "success": s.success})
+    return found
 
 
 def planted(s: int, n: int, d: int, seed: int) -> tuple[nt.AttentionProblem, np.ndarray]:
@@ -145,4 +165,10 @@ def report(data: dict) -> str:
                 ]
             )
     header = ["tokens", "d", "start", "method", "s", "over newton", "predicted", "converged"]
-    return table([*header, "relative loss", "gradient", "iterations", "inner"], rows)
+    lines = [table([*header, "relative loss", "gradient", "iterations", "inner"], rows), ""]
+    for sample in data["samples"]:
+        s, n, d = sample["shape"]
+        lines.append(
+            f"{s} x {n}, d {d}, near: {sample['rows']} sampled rows, {sample['products']} products"
+        )
+    return "\n".join(lines)

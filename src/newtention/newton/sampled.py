@@ -23,7 +23,7 @@ from newtention.sampling import sampled
 
 ROWS_PER_UNKNOWN = 64
 """Equations of the sample (rows times outputs) for each entry of X.  A fit of 4096 clustered tokens
-of width 32 took 162 products with 32 of them, 65 with 64, and 17 with all, 128."""
+of width 32 took 162 products with 32 of them, 65 with 64 and 17 with all, 128: docs/methods.md."""
 FLOOR = 1e-3
 """Added to the matrix, scaled to a unit diagonal: directions that the sample hardly shows."""
 

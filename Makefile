@@ -10,7 +10,7 @@ export MKL_NUM_THREADS := $(THREADS)
 # Waiting threads sleep: the default spin wait is ruinous when a core is shared with other work.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: demo test test-all lint types bench docs clean
+.PHONY: demo test test-all lint types bench bench-full docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/newtention fit example:minilm-head --out demo-result --ridge 0.1
@@ -33,8 +33,19 @@ lint: $(VENV)/.installed
 types: $(VENV)/.installed
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 
+# Minutes: Newtention beside other software on this machine.  Ends with a page in the results; a run
+# that was killed goes on where it was.
 bench: $(VENV)/.bench
-	$(BIN)/python -m benchmarks --out benchmarks/results
+	$(BIN)/python -m benchmarks --quick --out benchmarks/results/quick \
+		--only comparison --only products --only growth
+	$(BIN)/python -m benchmarks.page benchmarks/results/quick --out benchmarks/results/quick
+
+# An hour and a half, and what docs/benchmarks.md shows, which
+# `python -m benchmarks.page benchmarks/results/full` writes.
+bench-full: $(VENV)/.bench
+	$(BIN)/python -m benchmarks --out benchmarks/results/full \
+		--only comparison --only products --only growth --only global_quality
+	$(BIN)/python -m benchmarks.page benchmarks/results/full --out benchmarks/results/full
 
 # Runs the gallery; any warning is an error.  The site begins at docs/_build/html/index.html.
 docs: $(VENV)/.docs

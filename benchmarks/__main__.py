@@ -21,14 +21,13 @@ from benchmarks import (
     charts,
     choices,
     environment,
-    head,
+    global_quality,
+    growth,
     hessian,
-    layer,
     maps,
     methods,
     paper,
     path,
-    planted,
     preconditioners,
     products,
     sketches,
@@ -36,13 +35,16 @@ from benchmarks import (
     svm,
     symmetric,
 )
+from benchmarks.comparison import benchmark as comparison
+from benchmarks.comparison.methods import METHODS
+from benchmarks.comparison.problems import PROBLEMS
 
 BENCHMARKS = {
+    "comparison": comparison,
     "hessian": hessian,
-    "planted": planted,
-    "head": head,
     "products": products,
-    "layer": layer,
+    "growth": growth,
+    "global_quality": global_quality,
     "preconditioners": preconditioners,
     "batch": batch,
     "symmetric": symmetric,
@@ -66,6 +68,15 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="smaller cases, fewer repeats")
     parser.add_argument("--only", action="append", choices=BENCHMARKS, help="may be repeated")
+    names = dict.fromkeys(method.name for method in METHODS)
+    parser.add_argument(
+        "--problem", action="append", choices=PROBLEMS, help="of the comparison; may be repeated"
+    )
+    parser.add_argument(
+        "--method", action="append", choices=names, help="of the comparison; may be repeated"
+    )
+    parser.add_argument("--seconds", type=float, help="of the comparison's runs on a layer")
+    parser.add_argument("--seeds", type=int, help="of every problem of the comparison")
     arguments = parser.parse_args()
     threads = environment.set_threads()
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -83,7 +94,17 @@ def main() -> None:
         print(f"\n{name}: {module.__doc__.splitlines()[0]}", flush=True)
         where = environment.describe()
         began = time.perf_counter()
-        data = module.run(size)
+        if module is comparison:  # its runs are many, and those of an earlier call stay
+            data = module.run(
+                size,
+                arguments.out,
+                arguments.problem or (),
+                arguments.method or (),
+                arguments.seconds,
+                arguments.seeds,
+            )
+        else:
+            data = module.run(size)
         record = {
             "size": size,
             "environment": where,

@@ -4,28 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks import batch, certificates, methods, paper, planted, symmetric
-
-OURS = "#c0392b"
-OTHERS = ("#2c3e50", "#2980b9", "#16a085", "#8e44ad", "#7f8c8d")
-FAINT = "#bdc3c7"
-
-
-def _figure(title: str, width: float = 7.0, height: float = 4.2) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(width, height), layout="constrained")
-    axes = figure.add_subplot()
-    axes.set_title(title, loc="left")
-    _plain(axes)
-    return figure, axes
-
-
-def _plain(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(True, which="major", color="#ecf0f1")
-    axes.set_axisbelow(True)
+from benchmarks import batch, certificates, methods, paper, symmetric
+from benchmarks.chart_style import FAINT, OTHERS, OURS
+from benchmarks.chart_style import figure as _figure
+from benchmarks.chart_style import plain as _plain
+from benchmarks.comparison.charts import profile_chart
+from benchmarks.global_quality import global_quality_chart
+from benchmarks.growth_chart import growth_chart
 
 
 def hessian_chart(data: dict) -> Figure:
@@ -46,63 +33,6 @@ def hessian_chart(data: dict) -> Figure:
             [c["d"] for c in known], middle, yerr=bars, marker="o", label=name, color=colour
         )
     axes.set(xlabel=f"width d (n = {n})", ylabel="seconds", yscale="log")
-    axes.legend(frameon=False)
-    return figure
-
-
-def planted_chart(data: dict) -> Figure:
-    """Seconds per method and seeds that arrived; a hollow arrow, time spent, where none did."""
-    cases = data["cases"]
-    names = list(reversed(planted.METHODS))
-    figure = Figure(figsize=(4.2 * len(cases) + 2, 5.2), layout="constrained")
-    panels = figure.subplots(1, len(cases), sharey=True, squeeze=False)[0]
-    for axes, case in zip(panels, cases, strict=True):
-        _plain(axes)
-        axes.set_title(f"d = {case['d']}, {case['start']} start", loc="left")
-        for row, name in enumerate(names):
-            m = case["methods"][name]
-            colour = OURS if name == planted.OURS else OTHERS[0]
-            hits = m["reached"][planted.GOAL]
-            s = m["seconds"][planted.GOAL] if hits else m["spent"]
-            axes.plot([s["lower"], s["upper"]], [row, row], color=colour, linewidth=2)
-            fill = colour if hits else "white"
-            marker = "o" if hits else ">"
-            axes.plot(s["median"], row, marker, color=colour, markerfacecolor=fill)
-            axes.annotate(
-                f"{hits}/{m['seeds']}",
-                (1.01, row),
-                xycoords=("axes fraction", "data"),
-                va="center",
-                fontsize=7,
-                color=colour,
-            )
-        axes.set(xscale="log", xlabel="seconds to gradient norm 1e-8")
-    panels[0].set_yticks(range(len(names)), names)
-    return figure
-
-
-def head_chart(data: dict) -> Figure:
-    """Relative loss against seconds, one line per run."""
-    figure, axes = _figure("The packaged MiniLM head, 2048 unknowns")
-    rates = sorted({r["rate"] for r in data["adam"]})
-    colours = dict(zip(rates, OTHERS, strict=False))
-    longest = max(r["budget"] for r in data["adam"])
-    labelled = set()
-    for r in data["adam"]:
-        if r["budget"] == longest:
-            label = None if r["rate"] in labelled else f"Adam {r['rate']:g}"
-            labelled.add(r["rate"])
-            axes.plot(
-                *zip(*r["curve"], strict=True), color=colours[r["rate"]], linewidth=0.9, label=label
-            )
-    for i, r in enumerate(data["ours"]):
-        axes.plot(
-            *zip(*r["curve"], strict=True),
-            color=OURS,
-            linewidth=1.6,
-            label=None if i else "newtention",
-        )
-    axes.set(xscale="log", yscale="log", xlabel="seconds", ylabel="relative loss")
     axes.legend(frameon=False)
     return figure
 
@@ -166,28 +96,6 @@ def products_chart(data: dict) -> Figure:
         axes.set(xlabel=label, ylabel="seconds of a Gauss-Newton product")
         axes.set_title(f"exponent {part['exponent']:.2f}", loc="left")
         axes.legend(frameon=False)
-    return figure
-
-
-def layer_chart(data: dict) -> Figure:
-    """Held-out loss against seconds, every run of the first seed, the chosen ones of the others."""
-    cases = data["cases"]
-    figure = Figure(figsize=(4.6 * len(cases) + 1, 4.6), layout="constrained")
-    panels = figure.subplots(1, len(cases), sharey=True, squeeze=False)[0]
-    for axes, case in zip(panels, cases, strict=True):
-        _plain(axes)
-        colours = iter(OTHERS * 3)
-        for name, r in case["runs"].items():
-            if len(r["trace"]) < 2:
-                continue
-            ours = name.startswith("ours")
-            seconds, _, held = zip(*[p for p in r["trace"] if p[2] is not None], strict=True)
-            colour = OURS if ours else next(colours)
-            best = [min(held[: i + 1]) for i in range(len(held))]
-            axes.plot(seconds, best, color=colour, alpha=0.9, label=name)
-        axes.set(xlabel="seconds", xscale="log", title=f"seed {case['seed']}")
-        axes.legend(frameon=False, fontsize="small")
-    panels[0].set_ylabel("best relative loss on held-out sentences")
     return figure
 
 
@@ -296,13 +204,13 @@ def path_chart(data: dict) -> Figure:
 
 
 CHARTS: dict[str, Callable[[dict], Figure]] = {
+    "comparison": profile_chart,
     "hessian": hessian_chart,
-    "planted": planted_chart,
-    "head": head_chart,
     "batch": batch_chart,
     "symmetric": symmetric_chart,
     "products": products_chart,
-    "layer": layer_chart,
+    "growth": growth_chart,
+    "global_quality": global_quality_chart,
     "preconditioners": preconditioners_chart,
     "certificates": certificates_chart,
     "methods": methods_chart,

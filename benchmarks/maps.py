@@ -1,12 +1,17 @@
-"""Fits of attention maps: cost of the exact Hessian, and how often a planted map is found."""
+"""Fits of attention maps: cost of the exact Hessian, how often a planted map is found, and how
+often a solved one is proved a local minimum."""
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import product
+
+import numpy as np
 import torch
 from torch import Tensor
 
 import newtention as nt
-from benchmarks.harness import Size, alternate, show, spread, table
+from benchmarks.harness import Size, alternate, ratios, show, spread, table
 
 THREADS = 1
 HESSIANS = {
@@ -27,13 +32,26 @@ PLANTED = {
 SEEDS = {"toy": 1, "quick": 10, "full": 20}
 FOUND = 1e-12
 """Relative loss of a map that counts as found."""
+CERTIFIED = {
+    "toy": ((16, 3, 1.0),),
+    "quick": ((60, 3, 1.0), (60, 3, 6.0), (128, 5, 3.0), (256, 8, 1.0), (256, 8, 6.0)),
+    "full": ((60, 3, 1.0), (60, 3, 6.0), (128, 5, 3.0), (256, 8, 1.0), (256, 8, 6.0)),
+}
+NOISES = (0.0, 0.1)
+"""Share of another random map that is mixed into the target."""
+COSTS = {"toy": 1, "quick": 5, "full": 9}
+"""Repeats of a certificate's cost."""
 
 
 def run(size: Size) -> dict:
-    """Both measurements."""
+    """All measurements."""
     return {
         "hessian": [_hessian(n, d) for n, d in HESSIANS[size]],
         "planted": [_planted(n, d, scale, SEEDS[size]) for n, d, scale in PLANTED[size]],
+        "certified": [
+            _certified(*case, noise, SEEDS[size], COSTS[size])
+            for case, noise in product(CERTIFIED[size], NOISES)
+        ],
     }
 
 
@@ -87,8 +105,44 @@ def _planted(n: int, d: int, scale: float, seeds: int) -> dict:
     }
 
 
+def _certified(n: int, d: int, scale: float, noise: float, seeds: int, repeats: int) -> dict:
+    """Solved fits of planted maps, certified; the first one's costs in Hessians."""
+    found, cost = [], {}
+    for seed in range(seeds):
+        A1, A2, X = _tokens(n, d, seed)
+        B = (scale * A1 @ X @ A2.T).softmax(1)
+        B = (1 - noise) * B + noise * _tokens(n, n, seed + 1000)[0].softmax(1)
+        problem = nt.AttentionProblem.from_maps(A1, A2, B)
+        solution = nt.solve(problem)
+        if solution.success:
+            found.append(nt.certify(problem, solution.X))
+        if seed == 0:
+            X = solution.X
+            rivals = {
+                "Hessian": lambda problem=problem, X=X: nt.hessian(problem, X),
+                "certify": lambda problem=problem, X=X: nt.certify(problem, X, unfolding=False),
+                "unfolding": lambda problem=problem, X=X: nt.certify(problem, X, unfolding=True),
+            }
+            cost = ratios(alternate(rivals, repeats, PATIENCE), "Hessian")
+    proved = [c for c in found if c.local_minimum == "proved"]
+    loose = [c.lipschitz_levels["covariances"] / c.lipschitz_levels["unfolding"] for c in proved]
+    return {
+        "n": n,
+        "d": d,
+        "scale": scale,
+        "noise": noise,
+        "solved": len(found),
+        "proved": len(proved),
+        "distance": float(np.median([c.distance for c in proved])) if proved else None,
+        "levels": dict(Counter(c.lipschitz_level for c in proved)),
+        "covariances_over_unfolding": float(np.median(loose)) if proved else None,
+        "ridge": float(np.median([c.certifying_ridge for c in found])) if found else None,
+        "cost": cost,
+    }
+
+
 def report(data: dict) -> str:
-    """Two tables."""
+    """Three tables."""
     rows = [
         [
             str(c["n"]),
@@ -111,4 +165,21 @@ def report(data: dict) -> str:
         for c in data["planted"]
         for name, s in c["starts"].items()
     ]
-    return costs + "\n\n" + table(["n", "d", "scale", "start", "found", "iterations", "s"], rows)
+    found = table(["n", "d", "scale", "start", "found", "iterations", "s"], rows)
+    rows = [
+        [
+            str(c["n"]),
+            str(c["d"]),
+            f"{c['scale']:g}",
+            f"{c['noise']:g}",
+            f"{c['proved']} of {c['solved']}",
+            show(c["distance"], 2),
+            show(c["covariances_over_unfolding"], 2),
+            show(c["ridge"]),
+            *(show(c["cost"][name]["median"], 2) for name in ("certify", "unfolding")),
+        ]
+        for c in data["certified"]
+    ]
+    header = ["n", "d", "scale", "noise", "proved", "distance", "covariances / unfolding"]
+    header += ["certifying ridge", "Hessians", "with unfolding"]
+    return "\n\n".join((costs, found, table(header, rows)))

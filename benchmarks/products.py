@@ -11,14 +11,12 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
-from torch import Tensor
 
-import newtention as nt
 from benchmarks.harness import Size, alternate, ratios, show, spread, table
+from benchmarks.product_peers import KEEP_ALL, Product, double_backward, random_point
 from newtention.derivatives.gradient import data_loss_and_gradient
 from newtention.derivatives.linearised import Linearised
 from newtention.derivatives.products import data_product
-from newtention.layers import Parametrisation
 
 SIZES: Mapping[str, dict] = {
     "toy": {"n": 32, "d": 4, "repeats": 2, "counts": (1, 2), "lengths": (8, 16), "length": 8},
@@ -52,7 +50,7 @@ def run(size: Size) -> dict:
         ("layer", torch.float64),
         ("layer", torch.float32),
     ):
-        point = _point(name, 1, n, d, dtype)
+        point = random_point(name, 1, n, d, dtype)
         cost.append({"form": name, "dtype": str(dtype)[6:], **_cost(point, repeats)})
     return {
         "n": n,
@@ -64,28 +62,10 @@ def run(size: Size) -> dict:
     }
 
 
-def _point(form: str, s: int, n: int, d: int, dtype: torch.dtype) -> Linearised:
-    """Self-attention on Gaussian tokens with logits of about 2."""
-    g = torch.Generator().manual_seed(n + s)
-
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
-
-    tokens = randn(s, n, d)
-    problem = nt.AttentionProblem(tokens, tokens, tokens, randn(s, n, d))
-    layer: nt.BilinearAttention | nt.FactoredAttention
-    if form == "bilinear":
-        layer = nt.BilinearAttention(2 * randn(1, d, d) / d, randn(1, d, d) / d**0.5)
-    else:
-        W = [randn(1, d, d) / d**0.5 for _ in range(4)]
-        layer = nt.FactoredAttention(*W, scale=2 * d**-0.5)
-    return Linearised(problem, layer.parametrisation, layer.theta[None])
-
-
 def _cost(point: Linearised, repeats: int) -> dict:
     """Ratios to one gradient, and of autograd's double backward to one product."""
     problem, layer, theta = point.problem, point.layer, point.theta
-    kept = Linearised.at(problem, layer, theta, 1 << 40)
+    kept = Linearised.at(problem, layer, theta, KEEP_ALL)
     v = torch.ones_like(theta)[:, None]
     rivals: dict[str, Callable[[], object]] = {
         "gradient": lambda: data_loss_and_gradient(point),
@@ -103,39 +83,22 @@ def _cost(point: Linearised, repeats: int) -> dict:
     }
 
 
-def _double_backward(point: Linearised) -> Callable[[], object]:
-    """A Hessian product by autograd: forward, backward with a graph, and backward again."""
-    chunk = point.problem.chunks[0]
-    layer: Parametrisation = point.layer
-    A, B = chunk.A1[0, 0], chunk.B[0, 0]  # one sequence: plain matrices are fastest
-    flat = point.theta[0].clone().requires_grad_(True)
-    v = torch.ones_like(flat)
-
-    def product() -> Tensor:
-        w = [flat[b.start : b.stop].view(b.shape)[0] for b in layer.blocks]
-        if len(w) == 2:
-            F = (A @ w[0] @ A.mT).softmax(-1) @ (A @ w[1])
-        else:
-            q, k, value = (A @ m for m in w[:3])
-            F = (layer.scale * q @ k.mT).softmax(-1) @ value @ w[3]
-        loss = 0.5 * (F - B).square().sum()
-        (g,) = torch.autograd.grad(loss, flat, create_graph=True)
-        return torch.autograd.grad(g @ v, flat)[0]
-
-    ours = data_product(point, v[None, None], "full")[0, 0]
-    theirs = product()
-    error = float((ours - theirs).norm() / theirs.norm())
-    limit = 1e-10 if flat.dtype == torch.float64 else 1e-4
+def _double_backward(point: Linearised) -> Product:
+    """A Hessian product by autograd, checked against ours."""
+    theirs = double_backward(point)
+    own, other = data_product(point, torch.ones_like(point.theta)[:, None], "full")[0, 0], theirs()
+    error = float((own - other).norm() / other.norm())
+    limit = 1e-10 if other.dtype == torch.float64 else 1e-4
     if not error < limit:
         raise AssertionError(f"The products differ by {error:.1e}.")
-    return product
+    return theirs
 
 
 def _scaling(
     values: tuple[int, ...], shape: Callable[[int], tuple[int, int]], d: int, repeats: int
 ) -> dict:
     """Seconds of one Gauss-Newton product, and the exponent of its growth."""
-    points = {value: _point("layer", *shape(value), d, torch.float32) for value in values}
+    points = {value: random_point("layer", *shape(value), d, torch.float32) for value in values}
     v = torch.ones_like(next(iter(points.values())).theta)[:, None]
     rivals = {
         str(value): lambda point=point: data_product(point, v, "gauss-newton")

@@ -1,8 +1,9 @@
-"""Softmax regression: success over random starts, seconds at size, and scipy beside it."""
+"""Softmax regression: success over starts, far starts, seconds at size, and scipy beside it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
 import numpy as np
 import torch
@@ -10,6 +11,8 @@ from scipy import optimize
 
 import newtention as nt
 from benchmarks.harness import Size, alternate, seconds, show, spread, table
+from newtention.regression import starts
+from newtention.regression.rescaled import Kind
 from newtention.regression.rows import Rows
 from newtention.regression.softmax import SoftmaxLoss
 
@@ -31,16 +34,21 @@ TIMED = {
     "full": ((10_000, 20), (100_000, 100), (2000, 500), (1_000_000, 20)),
 }
 """Rows and columns; logits of root mean square 1, targets with noise of 0.1 in the logarithm."""
+FAR = {"toy": (100.0,), "quick": (1000.0,), "full": (100.0, 1000.0)}
+"""Largest logit of a start that knows nothing of the target."""
 RIVAL = {"toy": ((200, 5),), "quick": ((1000, 20),), "full": ((1000, 20), (10_000, 50))}
 REPEATS = {"toy": 1, "quick": 3, "full": 5}
 SEEDS = {"toy": 1, "quick": 5, "full": 10}
 
 
 def run(size: Size) -> dict:
-    """The three parts."""
+    """The four parts."""
     return {
         "starts": [
             _success(*case, SEEDS[size], 5 if size == "toy" else 50) for case in STARTS[size]
+        ],
+        "far": [
+            _far(logits, kind, SEEDS[size]) for logits in FAR[size] for kind in ("exp", "cosh")
         ],
         "timed": [_timed(n, d, REPEATS[size]) for n, d in TIMED[size]],
         "rival": [_rival(n, d, REPEATS[size]) for n, d in RIVAL[size]],
@@ -54,30 +62,64 @@ def _problem(n: int, d: int, scale: float, noise: float, seed: int) -> tuple[np.
     return A, z, x
 
 
-def _success(n: int, d: int, scale: float, form: str, seeds: int, starts: int) -> dict:
-    """Share of random starts that find the planted weights."""
-    shares, statuses = [], set()
+def _success(n: int, d: int, scale: float, form: str, seeds: int, count: int) -> dict:
+    """Share of starts that find the planted weights, and of first starts over the problems."""
+    shares, firsts, statuses = [], [], set()
     for seed in range(seeds):
         A, z, _ = _problem(n, d, scale, 0.0, seed)
         u = np.exp(z) if form != "cosh" else np.cosh(z)
         b = u / u.sum()
-        # The first start of the plain form is no random one.
+        # The first start is no random one, but for cosh.
         keywords = {"ridge": 1e-8, "rescaled": True, "kind": form} if form != "softmax" else {}
-        found = nt.softmax_regression(A, b, n_init=starts, **keywords)
+        found = nt.softmax_regression(A, b, n_init=count, **keywords)
         losses = np.array(found.start_losses)
         least = losses.min() if form != "softmax" else 0.0
         good = losses <= least + 1e-9 * (0.5 * b @ b if form == "softmax" else least + 1e-300)
         shares.append(float(good.mean()) if _is_planted(found, b) else 0.0)
+        firsts.append(bool(good[0]) and _is_planted(found, b))
         statuses.add(found.status.name)
     return {
         "n": n,
         "d": d,
         "scale": scale,
         "form": form,
-        "starts": starts,
+        "starts": count,
+        "first": sum(firsts) / len(firsts),
         "share": spread(shares),
         "worst": min(shares),
         "statuses": sorted(statuses),
+    }
+
+
+def _far(logits: float, kind: Kind, seeds: int) -> dict:
+    """Iterations from starts with large logits, led towards 0 and as they are."""
+    counts: dict[str, list[int]] = {"led": [], "as given": []}
+    same = []
+    for seed in range(seeds):
+        A, z, _ = _problem(100, 8, 1.0, 0.1, seed)
+        u = np.exp(z) if kind == "exp" else np.cosh(z)
+        start = np.random.default_rng(1000 + seed).standard_normal(8)
+        start *= logits / np.abs(A @ start).max()
+        losses = []
+        for name, bound in (("led", starts.LARGE), ("as given", np.inf)):
+            with mock.patch.object(starts, "LARGE", bound):
+                found = nt.softmax_regression(
+                    A,
+                    u / u.sum(),
+                    ridge=1e-3,
+                    rescaled=True,
+                    kind=kind,
+                    start=start,
+                    max_iter=5000,
+                )
+            counts[name].append(found.iterations)
+            losses.append(found.log10_loss)
+        same.append(losses[0] <= losses[1] + 1e-6)
+    return {
+        "logits": logits,
+        "kind": kind,
+        "no_worse": sum(same) / len(same),
+        **{name: spread(values) for name, values in counts.items()},
     }
 
 
@@ -166,20 +208,42 @@ def _rival(n: int, d: int, repeats: int) -> dict:
 
 
 def report(data: dict) -> str:
-    """Three tables."""
-    starts = table(
-        ["n x d", "logits", "form", "starts", "found (median)", "worst problem", "ended"],
+    """Four tables."""
+    success = table(
+        [
+            "n x d",
+            "logits",
+            "form",
+            "first start",
+            "starts",
+            "found (median)",
+            "worst problem",
+            "ended",
+        ],
         [
             [
                 f"{c['n']} x {c['d']}",
                 show(c["scale"]),
                 c["form"],
+                show(c["first"]),
                 c["starts"],
                 show(c["share"]["median"]),
                 show(c["worst"]),
                 ", ".join(c["statuses"]),
             ]
             for c in data["starts"]
+        ],
+    )
+    far = table(
+        ["largest logit", "form", "iterations", "as given", "ends no worse"],
+        [
+            [
+                show(c["logits"]),
+                c["kind"],
+                *(show(c[name]["median"]) for name in ("led", "as given")),
+                show(c["no_worse"]),
+            ]
+            for c in data["far"]
         ],
     )
     timed = table(
@@ -209,4 +273,4 @@ def report(data: dict) -> str:
             for name in c["seconds"]
         ],
     )
-    return "\n\n".join([starts, timed, rival])
+    return "\n\n".join([success, far, timed, rival])

@@ -61,7 +61,7 @@ def unchecked():
 
 LONG = ("integration", "statistical", "properties")
 LONG_UNITS = ("benchmarks", "certify", "display", "docs", "memory", "metric", "paper_regime")
-LONG_UNITS += ("regression", "report", "spectrum", "svm", "maps", "selection")
+LONG_UNITS += ("regression", "report", "spectrum", "svm", "maps", "selection", "basin_hopping")
 """Tests that call the library thousands of times, which the checks make five times as slow."""
 
 

@@ -10,6 +10,7 @@ from sphinx.util.docutils import SphinxDirective
 
 from newtention.cli.main import app as program
 
+_OPTION = re.compile(r"(?<!\S)(--[a-z][\w-]*)")
 _MARKUP = re.compile(r"\[(bold|cyan)\](.*?)\[/\1\]", re.S)
 
 
@@ -65,7 +66,7 @@ def _definition(parameter: Any) -> nodes.definition_list_item:
     return nodes.definition_list_item(
         "",
         nodes.term("", "", nodes.literal(text=head)),
-        nodes.definition("", nodes.paragraph(text=text)),
+        nodes.definition("", nodes.paragraph("", "", *_words(text))),
     )
 
 
@@ -90,9 +91,17 @@ def _paragraphs(text: str) -> list[nodes.Node]:
         elif words:
             paragraph = nodes.paragraph()
             for i, part in enumerate(re.split(r"\[/?(?:bold|cyan)\]", words)):
-                paragraph += nodes.literal(text=part) if i % 2 else nodes.Text(part)
+                paragraph += [nodes.literal(text=part)] if i % 2 else _words(part)
             out.append(paragraph)
     return out
+
+
+def _words(text: str) -> list[nodes.Node]:
+    """Plain text, the options in it as code."""
+    return [
+        nodes.literal(text=part, classes=["option"]) if i % 2 else nodes.Text(part)
+        for i, part in enumerate(_OPTION.split(text))
+    ]
 
 
 def setup(app: Any) -> dict[str, Any]:

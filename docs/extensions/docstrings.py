@@ -9,6 +9,7 @@ from typing import Any
 
 _SECTION = re.compile(r"^(Args|Returns|Raises|Warns|Yields|Examples?):$")
 _FIELD = re.compile(r"^(\w+(?:, \w+)*): (.*)$")
+_NEXT = re.compile(r"(?<=\.)  (?=\w+(?:, \w+)*: )")
 _PAGE = re.compile(r"\bdocs/([\w/-]+)\.md\b")
 _CODE = re.compile(r"(``.*?``|`.*?`)")
 
@@ -28,6 +29,7 @@ def converted(lines: list[str], names: set[str]) -> list[str]:
     names: what counts as a field.
     """
     out: list[str] = []
+    lines = [part for line in lines for part in _fields(line, names)]
     section = literal = item = example = False
     for i, line in enumerate(lines):
         indented = line.startswith("    ")
@@ -38,24 +40,36 @@ def converted(lines: list[str], names: set[str]) -> list[str]:
         elif indented and not section and not item and not lines[i - 1].strip():
             literal = True
             out += ["::", "", line]
-        elif found and all(name in names for name in found[1].split(", ")):
+        elif found and _named(line, names):
             literal, section = False, False
             if not item:
                 out.append("")
             item = True
             named = ", ".join(f"**{name}**" for name in found[1].split(", "))
             out.append(f"* {named}: {escaped(found[2])}")
-        elif item and indented:
+        elif item and line and (indented or not _SECTION.match(line)):
             out.append("  " + escaped(line.strip()))
         else:
             literal = False
-            if item and line.strip():
+            if item and line:
                 out.append("")
-            item = item and not line.strip()
+            item = False
             if line and not indented:
                 section = bool(_SECTION.match(line))
             out.append(escaped(line))
     return out
+
+
+def _fields(line: str, names: set[str]) -> list[str]:
+    """The fields that share a line, one each; any other line as it is."""
+    parts = _NEXT.split(line)
+    return parts if all(_named(part, names) for part in parts) else [line]
+
+
+def _named(line: str, names: set[str]) -> bool:
+    """Whether the line begins a field, or several that share a meaning."""
+    found = _FIELD.match(line)
+    return found is not None and all(name in names for name in found[1].split(", "))
 
 
 def _process(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:

@@ -8,6 +8,7 @@ from newtention.approximate_newton import (
     contraction,
     paper_regime,
 )
+from newtention.basin_hopping import BasinHopping, basin_hopping
 from newtention.certify import Basin, Certificate, certify
 from newtention.compression import keep_heads, truncate
 from newtention.functions import (
@@ -50,6 +51,7 @@ __all__ = [
     "AttentionProblem",
     "AttentionSVM",
     "Basin",
+    "BasinHopping",
     "BilinearAttention",
     "Certificate",
     "Conflict",
@@ -82,6 +84,7 @@ __all__ = [
     "TokenWeights",
     "attention_svm",
     "attention_weights",
+    "basin_hopping",
     "certify",
     "certify_softmax",
     "check_derivatives",

@@ -245,8 +245,23 @@ def solve_many(
 ) -> list[Solution]:
     """Fit several independent problems of equal widths as one batch.
 
-    Arguments as for `solve`; starts holds one entry per problem.  The answers are those of single
-    solves, in less time when the problems are small.
+    The answers are those of single solves, in less time when the problems are small.
+
+    Args:
+        problems: of equal widths d1, d2, d3 and p; lengths and masks may differ.
+        starts: one for each problem, as for `solve`; None for random ones.
+        method: as for `solve`, one for all.
+        tol: as for `solve`.
+        max_iter: limit of every problem's iterations.
+        max_seconds: limit of the whole batch.
+        n_init: starts of every problem.
+        seed: of the random starts.
+        callback: called with a `Progress` of the whole batch after each iteration.
+        verbose: print the iteration table.
+        options: see `Options`.
+
+    Returns:
+        One solution for each problem, in order.
 
     Raises:
         ValueError: as for `solve` and `AttentionProblem.stack`.

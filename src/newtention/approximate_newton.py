@@ -210,6 +210,9 @@ def contraction(
         sketch_size: that of the run, `Options(sketch_size=)`.
         seed: that of the run.
 
+    Returns:
+        Errors, ratios and bounds of every step; `print` gives a table.
+
     Raises:
         ValueError: no points, weights of the wrong shape, a problem that the method is not for or
             in float32, or a Hessian that is not proved positive definite at the solution.

@@ -17,7 +17,11 @@ from newtention.layers import (
 )
 from newtention.notation import ArrayLike
 from newtention.problem import AttentionProblem
+from newtention.regression import SoftmaxRegression
 from newtention.solution import Solution
+
+Run = Solution | SoftmaxRegression
+"""What has a course: losses, records, a status."""
 
 
 def as_array(values: ArrayLike | Sequence[float]) -> np.ndarray:
@@ -30,6 +34,12 @@ def as_array(values: ArrayLike | Sequence[float]) -> np.ndarray:
 def epsilon(values: ArrayLike | Sequence[float]) -> float:
     """Spacing of floating-point numbers at 1 in the precision of an array."""
     return 2.0**-23 if str(getattr(values, "dtype", "")).endswith("float32") else 2.0**-52
+
+
+def run_epsilon(run: Run) -> float:
+    """Spacing of numbers at 1 in the precision of a run's weights."""
+    weights = run.x if isinstance(run, SoftmaxRegression) else next(iter(vars(run.layer).values()))
+    return epsilon(weights)
 
 
 def zero_level(eigenvalues: ArrayLike, eps: float | None = None) -> float:

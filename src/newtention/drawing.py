@@ -70,9 +70,18 @@ def number(value: float | None, digits: int = 3) -> str:
     return lead + "10" + str(int(exponent)).translate(SUPERSCRIPT)
 
 
+class ShownFigure(Figure):
+    """A figure that a notebook shows, whether or not pyplot was ever imported there."""
+
+    def _repr_png_(self) -> bytes:
+        image = io.BytesIO()
+        self.savefig(image, format="png")
+        return image.getvalue()
+
+
 def figure(size: tuple[float, float]) -> Figure:
     """An empty figure of so many inches on an Agg canvas."""
-    fig = Figure(figsize=size, layout="constrained", facecolor=PAPER)
+    fig = ShownFigure(figsize=size, layout="constrained", facecolor=PAPER)
     FigureCanvasAgg(fig)
     return fig
 

@@ -33,6 +33,11 @@ from newtention.weights import Point, Weights, as_weights
 def loss(problem: AttentionProblem, X: Point, Y: ArrayLike | None = None) -> float | Array:
     """Total loss: 1/2 sum_j q_j ||(P A3 Y - B)_j||^2 plus the regulariser.
 
+    Args:
+        problem: the data and the regulariser; one problem or a stack.
+        X: query/key map (d1, d2) or (h, d1, d2), or a layer.
+        Y: value map (d3, p) or (h, d3, p); left out beside a layer and for attention maps.
+
     Returns:
         A float; for a stack of problems an array (b,).
 
@@ -54,9 +59,16 @@ def loss(problem: AttentionProblem, X: Point, Y: ArrayLike | None = None) -> flo
 def gradient(
     problem: AttentionProblem, X: Point, Y: ArrayLike | None = None
 ) -> tuple[Array, Array] | Array | dict[str, Array]:
-    """Gradient of the total loss: (GX, GY) shaped like X and Y; for a layer, a dict by block name.
+    """Gradient of the total loss.
 
-    GX alone where the targets are attention maps.
+    Args:
+        problem: the data and the regulariser; one problem or a stack.
+        X: query/key map (d1, d2) or (h, d1, d2), or a layer.
+        Y: value map (d3, p) or (h, d3, p); left out beside a layer and for attention maps.
+
+    Returns:
+        (GX, GY), shaped like X and Y; GX alone where the targets are attention maps; for a layer,
+        a dict by block name.
 
     Raises:
         ValueError: weights of the wrong shape, NaN or infinity.
@@ -81,6 +93,9 @@ class Hessian:
 
     Nx = h d1 d2 and Ny = h d3 p, 0 for attention maps; rows and columns in the order of the flat
     vector.
+
+    blocks: as tensors with an axis of independent problems; `xx`, `xy`, `yy` are what to read.
+    weights: the point.
     """
 
     blocks: HessianBlocks
@@ -122,6 +137,9 @@ def hessian(
         Y: value map at which to evaluate.
         kind: "full", or "gauss-newton" for the positive semidefinite part J^T J plus the
             regulariser.
+
+    Returns:
+        The blocks `xx`, `xy` and `yy` and, by `to_dense`, the (N, N) matrix.
 
     Raises:
         ValueError: weights of the wrong shape, NaN, infinity, or an unknown kind.
@@ -172,6 +190,9 @@ def hessian_operator(
         Y: value map; left out beside a layer.
         kind: "full" or "gauss-newton".
 
+    Returns:
+        An operator of shape (N, N), to be multiplied with vectors (N,) or (N, k) by `@`.
+
     Raises:
         ValueError: weights of the wrong shape, NaN, infinity, an unknown kind, or a stack.
 
@@ -193,6 +214,15 @@ def predict(problem: AttentionProblem, X: Point, Y: ArrayLike | None = None) -> 
     """The layer's outputs (P A3 Y in the bilinear form, P for maps), shaped like the targets.
 
     Padded rows are zero, and so are the entries of maps beyond the keys of their sequence.
+
+    Args:
+        problem: the data; one problem.
+        X: query/key map (d1, d2) or (h, d1, d2), or a layer.
+        Y: value map (d3, p) or (h, d3, p); left out beside a layer and for attention maps.
+
+    Returns:
+        An array (n, p), (s, n, p) for padded sequences, or (rows, p) for ragged ones; (n, m) and
+        so on for maps.
 
     Raises:
         ValueError: weights of the wrong shape, NaN or infinity, or a stack of problems.
@@ -222,13 +252,16 @@ def predict(problem: AttentionProblem, X: Point, Y: ArrayLike | None = None) -> 
 def attention_weights(
     problem: AttentionProblem, X: Point, Y: ArrayLike | None = None, sequence: int = 0
 ) -> Array:
-    """Attention weights P of one sequence: (n, m), with a leading head axis for several heads.
+    """Attention weights P of one sequence.
 
     Args:
         problem: the data.
         X: query/key map, or a layer.
         Y: not used; accepted so that ``attention_weights(problem, *weights)`` works.
         sequence: index of the sequence.
+
+    Returns:
+        An array (n, m), (h, n, m) for several heads; rows sum to 1.
 
     Raises:
         ValueError: weights of the wrong shape, or a stack of problems.
@@ -280,6 +313,9 @@ def sample_queries(
         scores: "leverage", or "uniform", which ignores X and Y.
         seed: of the draws.
 
+    Returns:
+        A problem with the rows drawn, their weights raised to make up for the others.
+
     Raises:
         ValueError: a stack of problems, rows below 1, unknown scores, weights that do not fit.
     """
@@ -294,7 +330,8 @@ def sample_queries(
 class DerivativeReport(NamedTuple):
     """Relative errors of the closed forms against central finite differences.
 
-    gradient: of directional derivatives; hessian: of Hessian products.
+    gradient: of directional derivatives.
+    hessian: of Hessian products.
     tolerance: what rounding and truncation of the differences allow.
     """
 
@@ -331,6 +368,16 @@ def check_derivatives(
 
     The step is eps^(1/3) relative to the weights, or to weights whose logits are about 1 where
     those are larger; that balances truncation and rounding.
+
+    Args:
+        problem: the data and the regulariser; one problem.
+        X: query/key map (d1, d2) or (h, d1, d2), or a layer.
+        Y: value map (d3, p) or (h, d3, p); left out beside a layer and for attention maps.
+        directions: how many are drawn.
+        seed: of the directions.
+
+    Returns:
+        The largest relative differences of both, and whether they are within tolerance.
 
     Raises:
         ValueError: weights of the wrong shape, NaN or infinity.

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from newtention import diagnostics
-from newtention.diagnostics import as_array, epsilon, zero_level
+from newtention.diagnostics import Run, as_array, run_epsilon, zero_level
 from newtention.drawing import (
     BLUE,
     GREEN,
@@ -44,12 +44,13 @@ from newtention.drawing import (
 )
 from newtention.notation import ArrayLike
 from newtention.path_figure import regularisation_path as regularisation_path
+from newtention.softmax_figure import probabilities as probabilities
 from newtention.solution import Solution
 
 Against = Literal["iteration", "seconds"]
 
 
-def convergence(solution: Solution) -> Figure:
+def convergence(solution: Run) -> Figure:
     """Loss, distance to the final loss, gradient and decrement, and trust region, per iteration."""
     fig = figure((2 * PANEL[0], 2 * PANEL[1]))
     axes = fig.subplots(2, 2)
@@ -60,7 +61,7 @@ def convergence(solution: Solution) -> Figure:
     return fig
 
 
-def loss(solution: Solution, against: Against = "iteration", ax: Axes | None = None) -> Figure:
+def loss(solution: Run, against: Against = "iteration", ax: Axes | None = None) -> Figure:
     """Total loss at each iteration."""
     fig, ax = panel(ax)
     title(ax, "Loss")
@@ -73,15 +74,15 @@ def loss(solution: Solution, against: Against = "iteration", ax: Axes | None = N
     return fig
 
 
-def loss_gap(solution: Solution, against: Against = "iteration", ax: Axes | None = None) -> Figure:
+def loss_gap(solution: Run, against: Against = "iteration", ax: Axes | None = None) -> Figure:
     """Loss above the lowest loss of the run, on a log scale, and the rounding level."""
     fig, ax = panel(ax)
     title(ax, "Loss above its final value")
     x, (values,) = _history(solution, against, "loss")
     lowest = min([solution.loss, *values])
-    if log_lines(ax, x, [(values - lowest, None, BLUE)]):
-        weights = next(iter(vars(solution.layer).values()))
-        rounding = epsilon(weights) * abs(lowest)
+    gap = values - lowest if math.isfinite(lowest) else values[:0]
+    if log_lines(ax, x, [(gap, None, BLUE)]):
+        rounding = run_epsilon(solution) * abs(lowest)
         low, high = ax.get_ylim()
         if high > rounding > low / 100:
             log_scale(ax, min(low, rounding), high)
@@ -90,7 +91,7 @@ def loss_gap(solution: Solution, against: Against = "iteration", ax: Axes | None
     return fig
 
 
-def gradient(solution: Solution, against: Against = "iteration", ax: Axes | None = None) -> Figure:
+def gradient(solution: Run, against: Against = "iteration", ax: Axes | None = None) -> Figure:
     """Gradient norm and relative Newton decrement on a log scale, with the tolerance."""
     fig, ax = panel(ax)
     x, (norm, decrement) = _history(solution, against, "gradient", "decrement")
@@ -103,7 +104,7 @@ def gradient(solution: Solution, against: Against = "iteration", ax: Axes | None
     return fig
 
 
-def trust_region(solution: Solution, ax: Axes | None = None) -> Figure:
+def trust_region(solution: Run, ax: Axes | None = None) -> Figure:
     """Damping and trust-region radius at each iteration, on a log scale."""
     fig, ax = panel(ax)
     x, (damping, radius) = _history(solution, "iteration", "damping", "radius")
@@ -323,15 +324,13 @@ def overview(solution: Solution, before: ArrayLike, after: ArrayLike) -> Figure:
     return fig
 
 
-def _history(
-    solution: Solution, against: Against, *names: str
-) -> tuple[np.ndarray, list[np.ndarray]]:
+def _history(solution: Run, against: Against, *names: str) -> tuple[np.ndarray, list[np.ndarray]]:
     """The horizontal axis and columns of the history, finite or not."""
     history = solution.history
     return as_array(history.column(against)), [as_array(history.column(name)) for name in names]
 
 
-def _finish_history(ax: Axes, solution: Solution, against: Against) -> None:
+def _finish_history(ax: Axes, solution: Run, against: Against) -> None:
     """Horizontal axis, and where the full Hessian takes over from the Gauss-Newton matrix."""
     axis_name(ax.xaxis, "iteration" if against == "iteration" else "seconds")
     history = solution.history

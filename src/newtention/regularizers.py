@@ -40,7 +40,7 @@ class Quadratic:
 
     def apply_x(self, X: Float[Tensor, "b h d1 d2"]) -> Float[Tensor, "b h d1 d2"]:
         """Curvature in X times a direction."""
-        return torch.einsum("btac,bhcd,btde->bhae", self.left, X, self.right)
+        return (self.left[:, :, None] @ X[:, None] @ self.right[:, :, None]).sum(1)
 
     def gradient(
         self, X: Float[Tensor, "b h d1 d2"], Y: Float[Tensor, "b h d3 p"]

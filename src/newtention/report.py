@@ -1,4 +1,4 @@
-"""One self-contained HTML page about a fit: no script, no request, light and dark, printable.
+"""The HTML page about the fit of a layer.
 
     newtention.report.write_report("report.html", problem, solution, title="Head 4 of layer 3")
 
@@ -19,33 +19,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
-from matplotlib.figure import Figure
 
 from newtention import drawing, plots
-from newtention.certify.certificate import Certificate, rounded_down, rounded_up
+from newtention.certify.certificate import Certificate
 from newtention.diagnostics import (
     QueryErrors,
     as_array,
     epsilon,
     query_key_and_value_maps,
     singular_values,
-    zero_level,
 )
 from newtention.drawing import number
 from newtention.functions import attention_weights, hessian, hessian_operator
 from newtention.layers import BilinearAttention, FactoredAttention, MapAttention
+from newtention.page import curvature, explained, svg, write_page
 from newtention.problem import AttentionProblem
 from newtention.solution import Solution
 
-LARGEST_SPECTRUM = 4096
-"""Unknowns up to which the dense Hessian's eigenvalues are computed (about 20 s on one core)."""
 SENTENCES = 3
 READABLE = (6, 30)
 """Queries and keys of a sentence whose heat map is easy to read."""
@@ -80,38 +74,25 @@ def write_report(
     """
     if problem.parts:
         raise ValueError("write_report takes one problem; write one for each of the stack's parts.")
-    import newtention  # for its version; the package itself imports none of this
-
-    template = resources.files("newtention").joinpath("templates/report.html.j2")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    environment.filters["number"] = number
-    environment.filters["finite"] = math.isfinite
-    environment.filters["power"] = _power
-    environment.filters["at_most"] = _at_most
-    environment.filters["at_least"] = _at_least
-    environment.lstrip_blocks = True
     tokens = QueryErrors(problem, solution)
-    page = environment.from_string(template.read_text(encoding="utf-8")).render(
+    write_page(
+        path,
+        "report.html.j2",
+        solution,
         title=title,
-        version=newtention.__version__,
-        gauss_newton=solution.history.column("model").count("gauss-newton"),
+        provenance=provenance,
         solution=solution,
         factored=isinstance(solution.layer, FactoredAttention),
         of_maps=problem.of_maps,
-        last=solution.history[-1] if solution.history else None,
         energy=_energy(problem, solution),
         meaning=_meaning(problem, solution),
         data=_data(problem, solution),
-        convergence=_convergence(solution),
         attention=_attention(problem, solution, tokens),
         errors=_errors(tokens),
         curvature=_curvature(problem, solution),
         singular=_singular(solution),
-        starts=_starts(solution),
-        provenance=_provenance(provenance or {}),
         certificate=certificate,
     )
-    Path(path).write_text(page, encoding="utf-8")
 
 
 def write_picture(path: str | Path, problem: AttentionProblem, solution: Solution) -> None:
@@ -127,23 +108,6 @@ def write_picture(path: str | Path, problem: AttentionProblem, solution: Solutio
     figure.savefig(path, dpi=1200 / drawing.WIDE, metadata={"Software": None})
 
 
-def _at_most(bound: float) -> str:
-    return number(rounded_up(bound))
-
-
-def _at_least(bound: float) -> str:
-    return number(rounded_down(bound))
-
-
-def _power(log10: float) -> Markup:
-    """A power of ten that may be beyond any float."""
-    return Markup("10<sup>{}</sup>").format(number(log10, 4))
-
-
-def _svg(figure: Figure, name: str, label: str) -> Markup:
-    return Markup(drawing.svg(figure, name, label))
-
-
 def _energy(problem: AttentionProblem, solution: Solution) -> str:
     """The relative loss in one plain sentence."""
     of = "energy of the targets"
@@ -152,17 +116,7 @@ def _energy(problem: AttentionProblem, solution: Solution) -> str:
     if float(problem.target_energy()[0]) == 0:
         loss = number(solution.data_loss)
         return f"The targets are all zero; the loss is absolute, and {loss} of it is left."
-    rest = solution.relative_loss
-    if not math.isfinite(rest):
-        return "The layer's outputs overflow at this point."
-    if rest == 0:
-        return "The layer reproduces the targets exactly."
-    if rest < 1e-4:
-        return f"The layer explains all but a fraction {number(rest)} of the {of}."
-    if rest < 1:
-        digits = 1 if rest > 0.01 else 2 if rest > 1e-3 else 3
-        return f"The layer explains {100 * (1 - rest):.{digits}f} percent of the {of}."
-    return f"The error is {number(rest)} times the {of}: outputs of zero would do no worse."
+    return explained("The layer", solution.relative_loss, of)
 
 
 def _meaning(problem: AttentionProblem, solution: Solution) -> str:
@@ -216,19 +170,6 @@ def _regulariser(problem: AttentionProblem) -> str:
     return f"{name} ({', '.join(values)})"
 
 
-def _convergence(solution: Solution) -> dict[str, Markup]:
-    """The panels about the run."""
-    panels = {
-        "loss": plots.loss(solution),
-        "gap": plots.loss_gap(solution),
-        "gradient": plots.gradient(solution),
-        "trust": plots.trust_region(solution),
-        "gap_time": plots.loss_gap(solution, "seconds"),
-        "gradient_time": plots.gradient(solution, "seconds"),
-    }
-    return {name: _svg(fig, name, name.replace("_", " against ")) for name, fig in panels.items()}
-
-
 def _sentences(problem: AttentionProblem, tokens: QueryErrors) -> list[tuple[int, str]]:
     """A typical, the best and the worst fitted sequence among those of readable size."""
     lay = problem.layout
@@ -268,7 +209,7 @@ def _attention(
         cut = "" if max(n, m) <= LONGEST_MAP else f"; the first {LONGEST_MAP} are shown"
         figures.append(
             {
-                "svg": _svg(figure, f"attention{i}", f"attention of sequence {i} before and after"),
+                "svg": svg(figure, f"attention{i}", f"attention of sequence {i} before and after"),
                 "sequence": i,
                 "name": name if len(chosen) > 1 else "",
                 "size": f"{n} queries, {m} keys{cut}",
@@ -297,12 +238,12 @@ def _errors(tokens: QueryErrors) -> dict[str, Any]:
     strip = plots.error_strip(tokens.relative, tokens.sequence)
     values = tokens.relative[known]
     return {
-        "histogram": _svg(
+        "histogram": svg(
             plots.error_histogram(tokens.relative),
             "histogram",
             "histogram of relative errors",
         ),
-        "strip": _svg(strip, "strip", "relative error of every query"),
+        "strip": svg(strip, "strip", "relative error of every query"),
         "rows": rows,
         "left_out": int((~known).sum()),
         "count": len(values),
@@ -313,43 +254,16 @@ def _errors(tokens: QueryErrors) -> dict[str, Any]:
 
 def _curvature(problem: AttentionProblem, solution: Solution) -> dict[str, Any]:
     """Eigenvalues of the full Hessian at the solution, or why they are left out."""
-    n = solution.layer.parametrisation.size
-    if n > LARGEST_SPECTRUM:
-        return {
-            "missing": f"The spectrum is left out: the dense Hessian of {n:,} unknowns is beyond "
-            f"the limit of {LARGEST_SPECTRUM:,} for a report."
-        }
-    try:
-        if isinstance(solution.layer, BilinearAttention | MapAttention):
-            H = as_array(hessian(problem, solution.layer).to_dense())
-        else:
-            H = as_array(hessian_operator(problem, solution.layer).to_dense())
-    except MemoryError as error:
-        return {"missing": f"The spectrum is left out: {error}"}
-    if not np.isfinite(H).all():
-        return {"missing": "The spectrum is left out: the Hessian overflows at this point."}
-    values = np.linalg.eigvalsh(H)
-    zero = zero_level(values, epsilon(problem.like))
-    size = np.abs(values[np.abs(values) > zero])
+    layer = solution.layer
+
+    def dense() -> np.ndarray:
+        if isinstance(layer, BilinearAttention | MapAttention):
+            return as_array(hessian(problem, layer).to_dense())
+        return as_array(hessian_operator(problem, layer).to_dense())
+
     about = {} if problem.regularizer is None else problem.regularizer.describe()
     ridge = float(about["x"]) if about.get("name") == "ridge" and about["x"] else 0.0  # type: ignore[arg-type]
-    marks = {"ridge on X": ridge} if ridge > zero else None
-    return {
-        "missing": "",
-        "svg": _svg(
-            plots.spectrum(values, zero, marks), "spectrum", "sorted eigenvalues of the Hessian"
-        ),
-        "count": n,
-        "positive": int((values > zero).sum()),
-        "negative": int((values < -zero).sum()),
-        "zero": int((np.abs(values) <= zero).sum()),
-        "level": zero,
-        "largest": float(values.max()),
-        "smallest": float(values.min()),
-        "condition": float(size.max() / size.min()) if len(size) else None,
-        "ridge": ridge,
-        "at_ridge": int((np.abs(values - ridge) <= 1e-6 * ridge).sum()) if ridge else 0,
-    }
+    return curvature(layer.parametrisation.size, dense, epsilon(problem.like), ridge, "ridge on X")
 
 
 def _singular(solution: Solution) -> dict[str, Any]:
@@ -361,25 +275,4 @@ def _singular(solution: Solution) -> dict[str, Any]:
         found = [int((sizes > 0).sum()) for sizes in singular_values(weights, eps)]
         ranks[name] = f"{min(found)} to {max(found)}" if len(set(found)) > 1 else str(found[0])
     drawn = plots.singular_values(X, Y, eps)
-    return {"svg": _svg(drawn, "singular", "singular values of X and Y"), "ranks": ranks}
-
-
-def _starts(solution: Solution) -> Markup | None:
-    losses = solution.start_losses
-    if len(losses) < 2:
-        return None
-    return _svg(plots.starts(losses), "starts", f"final losses of {len(losses)} starts")
-
-
-def _provenance(given: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
-    """Names and lines of text."""
-    rows = []
-    for name, value in given.items():
-        if isinstance(value, Mapping):
-            lines = [f"{k}: {v}" for k, v in value.items()]
-        elif isinstance(value, list | tuple):
-            lines = [str(v) for v in value]
-        else:
-            lines = [str(value)]
-        rows.append((name.replace("_", " "), lines))
-    return rows
+    return {"svg": svg(drawn, "singular", "singular values of X and Y"), "ranks": ranks}

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import one_hot
 
@@ -16,16 +15,21 @@ from newtention.attention import attention_logits
 from newtention.chunks import Chunk, map_rows
 from newtention.derivatives.linearised import forward_elements
 from newtention.display import Displayed, Table
-from newtention.inputs import as_batch_masks, as_integers, as_tensors, require_shape, shape_text
+from newtention.inputs import as_batch_masks, as_tensors, require_shape, shape_text
 from newtention.layers import AttentionMap, Bilinear
 from newtention.masks import Mask
 from newtention.notation import Array, ArrayLike
 from newtention.problem import AttentionProblem
 from newtention.solution import Solution
-from newtention.svm import AttentionSVM, attention_svm
+from newtention.svm import AttentionSVM
+from newtention.svm.sequences import as_selection
+from newtention.svm.solve import svm_of
 from newtention.weights import Point, Weights, as_weights
 
-_ONE_MAP = "needs one sequence and one head given by its X; found "
+_ONE_MAP = (
+    "needs one head given by its X, since heads act through the sum of their outputs, which does "
+    "not say what each of them selects; found "
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,13 +64,14 @@ class SelectedTokens(Displayed):
     def svm(self) -> AttentionSVM:
         """The attention SVM of this selection: the shortest X that makes it with margin 1.
 
-        The scale is counted and forbidden pairs are left out; a finite bias is not seen, since it
-        loses all influence as X grows.  Tarzanagh et al. (arXiv 2308.16898) call the direction of
-        its X locally optimal if each selected key scores higher than the keys of its support pairs;
-        scores belong to their loss, and are not looked at here.  See docs/regularisation-path.md.
+        One X for all sequences.  The scale is counted and forbidden pairs are left out; a finite
+        bias is not seen, since it loses all influence as X grows.  Tarzanagh et al. (arXiv
+        2308.16898) call the direction of its X locally optimal if each selected key scores higher
+        than the keys of its support pairs; scores belong to their loss, and are not looked at here.
+        See docs/regularisation-path.md.
 
         Raises:
-            ValueError: several sequences, several heads, or a factored layer.
+            ValueError: several heads, or a factored layer.
         """
         return self._svm
 
@@ -103,9 +108,7 @@ class SelectedTokens(Displayed):
             raise ValueError(f"svm {_ONE_MAP}a factored layer.")
         if self.X.ndim == 3 and len(self.X) > 1:
             raise ValueError(f"svm {_ONE_MAP}{len(self.X)} heads.")
-        sequence = only_sequence("svm", self._problem)
-        keys = self.keys[0] if self.keys.ndim == 2 else self.keys
-        return attention_svm(sequence.queries, sequence.keys, keys, mask=sequence.mask)
+        return svm_of(self._problem, self.keys[0] if self.X.ndim == 3 else self.keys)
 
 
 def selected_tokens(
@@ -117,6 +120,9 @@ def selected_tokens(
         problem: one problem.
         X: query/key map (d1, d2) or (h, d1, d2), a layer, or a Solution.
         Y: not used; accepted so that ``selected_tokens(problem, *weights)`` works.
+
+    Returns:
+        Keys, attention weights and margins, one of each per query and head.
 
     Raises:
         ValueError: weights that do not fit, NaN or infinity, logits that overflow, a stack.
@@ -167,6 +173,9 @@ def selection_problem(
         mask: (n, m) booleans, True where attention is allowed, or "causal", or None.
         scale: multiplies the logits.
 
+    Returns:
+        A problem of maps B (n, m), one entry of 1 in each row.
+
     Raises:
         ValueError, TypeError: as for `AttentionProblem.from_maps`; also a selected key that does
             not exist or is not allowed.
@@ -183,72 +192,6 @@ def selection_problem(
     maps = one_hot(chosen, m).to(like)
     arrays = [t.cpu().numpy() if numpy else t for t in (*tensors.values(), maps)]
     return AttentionProblem.from_maps(*arrays, mask=mask, scale=scale)
-
-
-def as_selection(
-    selected: ArrayLike, n: int, m: int, allowed: Bool[Tensor, "#n m"] | None
-) -> Int[Tensor, " n"]:
-    """One key per query, checked against the keys that the query may attend to.
-
-    Raises:
-        ValueError: another shape, a key out of range or forbidden.
-        TypeError: no integers.
-    """
-    chosen = as_integers("selected", selected)
-    require_shape("selected", chosen, (n,), "one key per query")
-    for j, k in enumerate(chosen.tolist()):
-        if not 0 <= k < m:
-            raise ValueError(
-                f"selected[{j}] must be the index of a key, from 0 to {m - 1}; found {k}."
-            )
-    if allowed is not None:
-        may = allowed.cpu().expand(n, m).gather(1, chosen[:, None])[:, 0]
-        if not bool(may.all()):
-            j = int((~may).nonzero()[0])
-            raise ValueError(
-                f"selected[{j}] must be a key that the query may attend to; key {int(chosen[j])} "
-                "is forbidden."
-            )
-    return chosen
-
-
-class Sequence(NamedTuple):
-    """The tokens of a problem's one sequence, as the attention SVM takes them.
-
-    queries: (n, d1), the scale folded in.  keys: (m, d2).
-    mask: (n, m) booleans, pairs with a bias of minus infinity forbidden; None if all are allowed.
-    """
-
-    queries: Array
-    keys: Array
-    mask: Array | None
-
-
-def only_sequence(name: str, problem: AttentionProblem) -> Sequence:
-    """The one sequence of a problem, of the user's kind of arrays.
-
-    Raises:
-        ValueError: the problem has several sequences, or padding.
-    """
-    count = len(problem.layout.queries)
-    if count > 1 or problem.layout.kind == "padded":
-        kind = "padded " if problem.layout.kind == "padded" else ""
-        raise ValueError(f"{name} {_ONE_MAP}{count} {kind}sequence(s).")
-    (chunk,) = problem.chunks
-    allowed = allowed_pairs(chunk)
-    mask = None if allowed is None else problem.present(allowed)
-    return Sequence(problem.present(chunk.queries[0, 0]), problem.present(chunk.A2[0, 0]), mask)
-
-
-def allowed_pairs(chunk: Chunk) -> Bool[Tensor, "n m"] | None:
-    """The pairs that the mask and the one-head bias of a sequence allow; None if they allow all."""
-    n, m = chunk.A1.shape[2], chunk.A2.shape[2]
-    allowed = chunk.allowed
-    pairs = None if allowed is None else allowed[0, 0].expand(n, m)
-    if chunk.bias is None:
-        return pairs
-    finite = (chunk.bias[0, 0] > -torch.inf).all(0)
-    return finite if pairs is None else pairs & finite
 
 
 def angle_between(U: ArrayLike, V: ArrayLike | None) -> float | None:

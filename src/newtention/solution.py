@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-from newtention.display import Displayed, Table, aligned, sparkline
+from newtention.display import Displayed, Row, Table, aligned, sparkline
 from newtention.layers import AttentionLayer, BilinearAttention, MapAttention
 from newtention.notation import Array
 
@@ -57,6 +57,7 @@ class Record:
     """One point of a run, and the step that led to it.
 
     At the point:
+    iteration: 0 for the start.
     loss: total loss.
     gradient: norm of the projected loss's gradient in X.
     decrement: sqrt of the next step's predicted decrease over 1/2 sum_j q_j ||B_j||^2; compared
@@ -103,7 +104,7 @@ class Record:
         )
 
 
-class History(tuple[Record, ...]):
+class History(tuple[Record, ...], Displayed):
     """The records of a run, in order; `column` gives one field of all of them."""
 
     def column(self, name: str) -> list[Any]:
@@ -119,6 +120,11 @@ class History(tuple[Record, ...]):
         course = f", loss {self[0].loss:.6g} to {self[-1].loss:.6g}" if self else ""
         return f"History({len(self)} records{course})"
 
+    def _table(self) -> Table:
+        held_out = any(record.validation is not None for record in self)
+        header = (*COLUMNS, *(["held out"] if held_out else []), "model")
+        return Table(repr(self), [_history_row(record, held_out) for record in self], header)
+
 
 @dataclass(frozen=True, eq=False)
 class Solution(Displayed):
@@ -127,9 +133,15 @@ class Solution(Displayed):
     layer: the fitted weights, NumPy arrays if the problem's data were.
     start: the weights this run began from, the output map already solved for.
     loss: total, data_loss + penalty.
+    data_loss, penalty: its parts; the penalty is the regulariser's.
     relative_loss: data loss over 1/2 sum_j q_j ||B_j||^2 (the data loss itself if B = 0).
-    start_losses: final loss of every start of `n_init`, in order; this solution is the lowest.
+    status: why the run ended.
+    iterations: of the start that won.
     seconds: wall time of the whole call.
+    method: the one that ran, where "auto" chose as well.
+    tol: the tolerance that was applied.
+    history: a `Record` of the start and of every iteration.
+    start_losses: final loss of every start of `n_init`, in order; this solution is the lowest.
     validation_loss: relative loss of `layer` on the validation problem, if there was one; `layer`
         is then the point of the run where it was lowest.
     """
@@ -228,21 +240,37 @@ class Solution(Displayed):
         )
 
 
-TABLE_HEADER = (
-    f"{'iter':>4} {'loss':>13} {'change':>9} {'gradient':>9} {'step':>8} {'ratio':>7} "
-    f"{'damping':>8} {'trials':>6} {'inner':>5} {'seconds':>8}"
-)
+COLUMNS = {
+    **{"iter": 4, "loss": 13, "change": 9, "gradient": 9, "step": 8, "ratio": 7},
+    **{"damping": 8, "trials": 6, "inner": 5, "seconds": 8},
+}
+"""Of the iteration table, with their widths."""
+TABLE_HEADER = " ".join(f"{name:>{width}}" for name, width in COLUMNS.items())
+
+
+def _history_row(record: Record, held_out: bool) -> Row:
+    """The iteration with all that a notebook has room for."""
+    validation = "-" if record.validation is None else f"{record.validation:.5f}"
+    return (*table_cells(record), *([validation] if held_out else []), record.model)
+
+
+def table_cells(record: Record) -> Row:
+    """The iteration in the columns of the table."""
+    r = record
+    ratio = "-" if r.ratio is None else f"{r.ratio:.3f}"
+    return (
+        *(f"{r.iteration}", f"{r.loss:.6e}", f"{r.change:.2e}", f"{r.gradient:.2e}"),
+        *(f"{r.step:.1e}", ratio if len(ratio) <= COLUMNS["ratio"] else f"{r.ratio:.0e}"),
+        *(f"{r.damping:.1e}", f"{r.trials}", f"{r.inner}", f"{r.seconds:.2f}"),
+    )
 
 
 def table_row(record: Record) -> str:
     """One line of the iteration table."""
     r = record
-    ratio = "-" if r.ratio is None else f"{r.ratio:.3f}"
+    cells = zip(table_cells(r), COLUMNS.values(), strict=True)
+    line = " ".join(f"{cell:>{width}}" for cell, width in cells)
     model = "  Gauss-Newton" if r.model == "gauss-newton" else ""
     bound = "" if r.bound is None else f"  error {r.bound:.3g}"
     held = "" if r.validation is None else f"  validation {r.validation:.5f}"
-    return (
-        f"{r.iteration:>4} {r.loss:>13.6e} {r.change:>9.2e} {r.gradient:>9.2e} {r.step:>8.1e} "
-        f"{ratio:>7} {r.damping:>8.1e} {r.trials:>6} {r.inner:>5} {r.seconds:>8.2f}"
-        f"{held}{bound}{model}"
-    )
+    return f"{line}{held}{bound}{model}"

@@ -166,6 +166,9 @@ def spectrum(
     restarts with what it then has, its residuals, and `converged` False: eigenvalues that crowd
     near zero beside far larger ones take many.
 
+    Returns:
+        Eigenvalues (k,) at both ends with their residuals, the trace and, if wanted, the density.
+
     Raises:
         ValueError: weights of the wrong shape, NaN, infinity, an unknown kind, a stack, a count out
             of range, derivatives that overflow.

@@ -125,9 +125,31 @@ BAD = [
     (several(selected=np.full(30, 20)), [], "data.npz: selected[0] must be the index of a key"),
     (several(selected=np.arange(29)), [], "data.npz: selected must be 30"),
     (several(queries=np.full((30, 4), np.nan)), [], "'queries' (queries) must hold finite"),
-    (several(offsets=np.array([0, 10, 30]), key_offsets=np.array([0, 9, 20])), [], "svm takes one"),
-    (several(queries=np.zeros((2, 15, 4)), keys=np.zeros((2, 10, 5))), [], "must be 2-D (tokens x"),
+    (several(offsets=np.array([0, 9, 30]), key_offsets=np.array([0, 1, 20])), [], "of sequence 0"),
+    (several(offsets=np.array([0, 10, 30])), [], "key offsets"),
+    (several(queries=np.zeros((2, 15, 4)), keys=np.zeros((2, 10, 5))), [], "selected must be 2 x"),
 ]  # fmt: skip
+
+
+def test_several_sequences(newtention, tmp_path):
+    rng = np.random.default_rng(0)
+    queries, keys, X = rng.normal(size=(2, 6, 3)), rng.normal(size=(2, 5, 3)), np.eye(3)
+    selected = (queries @ X @ keys.mT).argmax(-1)
+    expected = nt.attention_svm(queries, keys, selected)
+    batch = {"queries": queries, "keys": keys, "selected": selected}
+    flat = {name: a.reshape(-1, *a.shape[2:]) for name, a in batch.items()}
+    ragged = flat | {"first": np.array([0, 6, 12]), "key_offsets": np.array([0, 5, 10])}
+    for content, options in ((batch, ()), (ragged, ("--offsets", "first"))):
+        np.savez(tmp_path / "d.npz", **content)
+        out = tmp_path / "svm"
+        status, text, _ = newtention("svm", tmp_path / "d.npz", "-o", out, "--force", *options)
+        assert status == 0
+        assert text.startswith("Solved")
+        document = json.loads((out / "svm.json").read_text())
+        assert [document[name] for name in ("sequences", "queries", "keys")] == [2, 12, 10]
+        found = load_file(out / "svm.safetensors")
+        np.testing.assert_allclose(found["X"], expected.X, rtol=1e-9, atol=1e-12)
+        assert np.array_equal(found["support"], expected.support)
 
 
 @pytest.mark.parametrize(("content", "options", "words"), BAD, ids=[words for *_, words in BAD])

@@ -296,11 +296,8 @@ def test_refusals(unchecked):
         path(valued, Y=2 * eye)
     with pytest.raises(ValueError, match="query_weights"):
         path(nt.AttentionProblem.from_maps(A1, A2, eye[selected], query_weights=[1, 0, 1, 1.0]))
-    padded = nt.AttentionProblem.from_maps(A1[None], A2[None], eye[selected][None])
-    with pytest.raises(ValueError, match="1 padded sequence"):
-        path(padded)
     heads = np.zeros((2, 4, 3))
-    with pytest.raises(ValueError, match="bias must be for one head"):
+    with pytest.raises(ValueError, match=r"bias must be for one head.*no theorem"):
         path(nt.AttentionProblem(A1, A2, eye, eye[selected], bias=heads), Y=eye)
     with pytest.raises(ValueError, match="max_iter"):
         path(problem, max_iter=-1)

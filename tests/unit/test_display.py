@@ -3,9 +3,11 @@
 import inspect
 import io
 import math
+import re
 import sys
 import xml.etree.ElementTree as ET
 from abc import ABC
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -14,9 +16,10 @@ import torch
 from rich.console import Console
 
 import newtention as nt
-from newtention import display, sketch
+from newtention import display, plots, sketch
 from newtention.cli.main import run
 from newtention.cli.progress import Display, terminal
+from newtention.solution import COLUMNS, TABLE_HEADER, table_cells, table_row
 
 N = 10
 A = np.random.default_rng(0).normal(size=(N, 3))
@@ -24,10 +27,10 @@ B = np.random.default_rng(1).normal(size=(N, 2))
 b = np.full(N, 1 / N)
 PUBLIC = [getattr(nt, name) for name in nt.__all__] + [getattr(sketch, n) for n in sketch.__all__]
 TABLES = (
-    *(nt.AttentionProblem, nt.Solution, nt.Certificate, nt.SoftmaxRegression),
+    *(nt.AttentionProblem, nt.Solution, nt.History, nt.Certificate, nt.SoftmaxRegression),
     *(nt.SoftmaxCertificate, nt.AttentionSVM, nt.SelectedTokens, nt.RegularisationPath),
     *(nt.Regime, nt.Contraction, nt.Spectrum, nt.CurvatureOperator, nt.FactoredAttention),
-    *(nt.BilinearAttention, nt.MapAttention),
+    *(nt.BilinearAttention, nt.MapAttention, nt.BasinHopping),
 )
 
 
@@ -59,6 +62,7 @@ def objects():
         *(problem, nt.AttentionProblem.stack([problem, problem]), weighted),
         nt.AttentionProblem.from_maps(A, A, np.full((N, N), 1 / N)),
         *(solution, shorter, paper, solution.history, solution.history[0], seen[-1], nt.History()),
+        nt.basin_hopping(problem, members=2, rounds=1),
         *(certificate, nt.certify(problem, 9 * X, Y), certificate.basin),
         *(fit, nt.certify_softmax(A, b, fit.x), nt.certify_softmax(A, b, fit.x + 9)),
         *(impossible, impossible.conflict, nt.attention_svm(A, A, np.arange(N), soft=1.0)),
@@ -190,6 +194,28 @@ def test_a_solution_draws_its_loss():
     assert "<svg" not in of(nt.Solution)[1]._repr_html_()  # a single point
 
 
+def test_a_history_is_the_iteration_table():
+    solution = of(nt.Solution)[0]
+    history = nt.History([replace(r, validation=0.5) for r in solution.history])
+    texts = shown(history._repr_html_())
+    names = [*COLUMNS, "held out", "model"]
+    assert texts[1 : 1 + len(names)] == names
+    assert texts[-len(names) :] == [*table_cells(history[-1]), "0.50000", history[-1].model]
+    assert "held out" not in shown(solution.history._repr_html_())
+
+
+@pytest.mark.parametrize("ratio", [None, 0.5, -1.0, -1.5e24, 2.5e7, 1e-9, 99999.4])
+def test_rows_stay_in_their_columns(ratio):
+    record = replace(of(nt.Solution)[0].history[-1], ratio=ratio, model="newton")
+    ends = [m.end() for m in re.finditer(r"\S+", table_row(record))]
+    assert ends == [m.end() for m in re.finditer(r"\S+", TABLE_HEADER)]
+
+
+def test_a_figure_shows_itself_without_pyplot():
+    image = plots.loss(of(nt.Solution)[0])._repr_png_()
+    assert image.startswith(b"\x89PNG")
+
+
 def test_everything_is_escaped():
     rough = """<b> & "quotes" 'too'"""
     figure = display.sparkline([3.0, 1.0], rough)
@@ -263,6 +289,23 @@ def test_which_terminals_are_redrawn(monkeypatch):
     assert terminal() is not None
     monkeypatch.setenv("TERM", "dumb")
     assert terminal() is None
+
+
+@pytest.mark.parametrize("held_out", [None, 0.5])
+@pytest.mark.parametrize("width", [20, 60, 83, 100])
+def test_a_narrow_terminal_shows_whole_numbers(width, held_out):
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=width, color_system=None)
+    display = Display(console)
+    display.records = [replace(r, validation=held_out) for r in of(nt.Solution)[0].history]
+    console.print(display.render())
+    lines = screen.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    first = next(i for i, line in enumerate(lines) if line.startswith("iter"))
+    names = lines[first].replace("held out", "held-out").split()
+    assert names == [*COLUMNS, "held-out"][: len(names)]
+    row = [*table_cells(display.records[-1]), f"{held_out or 0:.5f}"]
+    assert lines[first + len(display.records)].split() == row[: len(names)]
 
 
 def interrupted(display):

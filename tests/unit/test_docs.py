@@ -1,10 +1,13 @@
 """The pages: reachable, their links and code sound, nothing of the public interface left out."""
 
 import ast
+import builtins
+import dataclasses
 import doctest
 import importlib.util
 import inspect
 import re
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -157,12 +160,120 @@ def test_the_most_used_have_an_example():
         assert ">>> " in inspect.getdoc(getattr(nt, name)), name
 
 
-def converted(text, names=()):
-    """By the site's build, as it stands in a docstring."""
-    spec = importlib.util.spec_from_file_location("docstrings", DOCS / "extensions/docstrings.py")
+FUNCTIONS = [
+    f
+    for room in (nt, sketch)
+    for f in (getattr(room, name) for name in room.__all__)
+    if inspect.isfunction(f)
+]
+
+
+def sections(function):
+    """Of a docstring by name, each a list of its lines without the first indentation."""
+    found, lines = {}, None
+    for line in inspect.getdoc(function).splitlines():
+        if re.fullmatch(r"(Args|Returns|Raises|Example):", line):
+            lines = found.setdefault(line[:-1], [])
+        elif line and not line.startswith("    "):
+            lines = None
+        elif line and lines is not None:
+            lines.append(line[4:])
+    return found
+
+
+def entries(lines):
+    """What a section names, several before one colon apart."""
+    heads = [re.match(r"([\w*]+(?:, [\w*]+)*): \S", line) for line in lines]
+    return [name for head in heads if head for name in head[1].split(", ")]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+def test_docstrings_name_arguments_results_and_errors(function):
+    signature, found = inspect.signature(function), sections(function)
+    assert entries(found["Args"]) == list(signature.parameters)
+    assert ("Returns" in found) == (signature.return_annotation not in ("None", None))
+    errors = entries(found["Raises"])
+    assert errors
+    assert all(issubclass(getattr(builtins, name), Exception) for name in errors)
+
+
+def fields_of(kind):
+    """Of a dataclass or a named tuple, without private ones."""
+    names = kind._fields if hasattr(kind, "_fields") else [f.name for f in dataclasses.fields(kind)]
+    return {name for name in names if not name.startswith("_")}
+
+
+RECORDS = [
+    kind
+    for room in (nt, sketch)
+    for kind in (getattr(room, name) for name in room.__all__)
+    if dataclasses.is_dataclass(kind) or hasattr(kind, "_fields")
+    if kind is not nt.AttentionProblem  # its constructor takes other names
+]
+
+
+@pytest.mark.parametrize("kind", RECORDS, ids=lambda c: c.__name__)
+def test_docstrings_name_the_fields(kind):
+    text = "\n".join(inspect.cleandoc(c.__doc__ or "") for c in kind.__mro__[:-1])
+    heads = re.findall(r"(?:^ *|\.  )(\w+(?:, \w+)*): ", text, re.M)
+    named = {name for head in heads for name in head.split(", ")}
+    assert fields_of(kind) <= named | set(re.findall(r"`(\w+)`", text))
+
+
+def test_checks_of_docstrings_see_gaps():
+    def f(x: int, y: int) -> int:
+        """Add.
+
+        Args:
+            x: one.
+
+        Raises:
+            ValueError: never.
+        """
+        return x + y
+
+    with pytest.raises(AssertionError):
+        test_docstrings_name_arguments_results_and_errors(f)
+
+    class Pair(NamedTuple):
+        """Two numbers.
+
+        left: the first.
+        """
+
+        left: int
+        right: int
+
+    with pytest.raises(AssertionError):
+        test_docstrings_name_the_fields(Pair)
+    assert entries(["a, b: two", "  c: part of them", "d:", "**e: the rest"]) == ["a", "b", "**e"]
+
+
+def extension(name):
+    """A module of the site's build."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / "extensions" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return "\n".join(module.converted(text.split("\n"), set(names)))
+    return module
+
+
+def converted(text, names=()):
+    """By the site's build, as it stands in a docstring."""
+    return "\n".join(extension("docstrings").converted(text.split("\n"), set(names)))
+
+
+def test_pages_that_need_the_network_are_seen():
+    found = extension("offline").loaded_from_elsewhere
+    away = "//cdn.example.org/x"
+    for text in (
+        f'<script async src="https:{away}"></script>',
+        f"<img alt='' src='http:{away}'>",
+        f'<link rel="stylesheet" type="text/css" href="{away}">',
+        f'<link href="{away}" rel="icon">',
+    ):
+        assert [address.split(":")[-1] for address in found(text)] == [away], text
+    fine = f'<a href="https:{away}"></a><script src="_static/x.js"></script><img src="a//b.png">'
+    assert found(fine + f'<link rel="canonical" href="https:{away}">') == []
 
 
 def test_docstrings_become_restructuredtext():
@@ -177,6 +288,10 @@ def test_docstrings_become_restructuredtext():
     arguments = "Args:\n    X: a * b.\n\nExample:\n    >>> 2 * 3\n    6 * 1"
     assert converted(arguments) == arguments.replace("a * b", r"a \* b")
     assert converted("See docs/errata.md.") == "See :doc:`/errata`."
+    shared = "x: rows.  y, z: columns; 0 to\n9, as before."
+    assert converted(shared, ["x", "y", "z"]) == (
+        "\n* **x**: rows.\n* **y**, **z**: columns; 0 to\n  9, as before."
+    )
 
 
 def rooms():

@@ -13,7 +13,7 @@ import newtention as nt
 from newtention import memory
 from newtention.bounds.softmax import SPREAD, rescaled_lipschitz, softmax_lipschitz
 from newtention.regression import certificate as certificates
-from newtention.regression import fit
+from newtention.regression import fit, starts
 from newtention.regression.errors import rescaled_point, softmax_point
 from newtention.regression.rescaled import KINDS, RescaledLoss, values
 from newtention.regression.rows import Rows
@@ -181,8 +181,9 @@ def test_sinh_vanishes_at_zero():
 
 @pytest.mark.parametrize("size", [10.0, 1000.0, 5000.0])
 @pytest.mark.parametrize("kind", KINDS)
-def test_rescaled_from_huge_logits(kind, size):
+def test_rescaled_from_huge_logits(kind, size, monkeypatch):
     """No NaN, and the loss falls all the way, whether or not float64 can hold it."""
+    monkeypatch.setattr(starts, "LARGE", math.inf)
     A, b, x = planted(n=30)
     start = x * size / np.abs(A @ x).max()
     result = nt.softmax_regression(
@@ -203,6 +204,68 @@ def test_rescaled_from_huge_logits(kind, size):
         assert result.log10_loss < 2 * size / math.log(10) - 20
     else:
         assert result.loss >= 0
+
+
+@pytest.mark.parametrize("size", [100.0, 1000.0, 5000.0])
+@pytest.mark.parametrize("kind", ["exp", "cosh"])
+def test_a_start_far_out_is_led_towards_zero(kind, size):
+    """A Newton step moves the logits by about 1: from 5000 it would take 5000 of them."""
+    for seed in range(5):
+        A, b, _ = planted(n=30, seed=seed, noise=0.1)
+        start = np.random.default_rng(seed).normal(size=4)
+        start *= size / np.abs(A @ start).max()
+        settings = {"ridge": 1e-2, "rescaled": True, "kind": kind, "start": start}
+        result = nt.softmax_regression(A, b, **settings)
+        assert result.success
+        assert result.iterations < 80
+
+
+def test_only_poor_starts_are_moved_and_only_along_their_ray():
+    A, _, x = planted(n=30)
+    x = torch.from_numpy(x / np.abs(A @ x).max())
+    A, other = torch.from_numpy(A), torch.from_numpy(np.roll(x, 1))
+    B = torch.stack([(size * A @ x).exp() / (size * A @ x).exp().sum() for size in (100.0, 1.0)])
+    rows = Rows(A.expand(2, *A.shape), B, None, torch.tensor([0, 1, 1]), torch.full((3,), 1e-3))
+    points = torch.stack([100.0 * x, 100.0 * other, other])
+    moved = starts.nearer(RescaledLoss.at("exp", rows, points), points)
+    assert moved[0].equal(points[0])  # its logits are large, but it fits
+    assert moved[2].equal(points[2])
+    factor = float((points[1] / moved[1])[0])
+    assert factor in (8.0, 16.0, 32.0)
+    assert moved[1].equal(points[1] / factor)
+
+
+def log_fit(A, b):
+    one = torch.zeros(1)
+    A, b = (torch.as_tensor(t, dtype=torch.float64) for t in (A, b))
+    return starts.log_fit(Rows(A[None], b[None], None, one.long(), one.double()))
+
+
+def test_the_fit_of_logarithms():
+    A, b, x = planted(n=50)
+    require_close("x", log_fit(A, b), torch.from_numpy(x), 1e-9)
+    some = np.where(np.arange(50) % 3 == 0, -1e-3 * (np.arange(50) % 2), b)  # no logarithm
+    require_close("x", log_fit(A, some), torch.from_numpy(x), 1e-9)
+    assert log_fit(A, -b) is None
+    assert log_fit(A, 0 * b) is None
+    twice = np.hstack([A, A])
+    require_close("x", log_fit(twice, b), torch.from_numpy(np.tile(x / 2, 2)), 1e-9)
+    assert float(log_fit(A[:1], b[:1]).abs().max()) == 0
+    # Weighted least squares, by its definition.
+    noisy = b * np.exp(np.random.default_rng(0).normal(size=50))
+    columns = np.hstack([A, np.ones((50, 1))]) * noisy[:, None]
+    expected = np.linalg.lstsq(columns, noisy * np.log(noisy))[0][:-1]
+    require_close("x", log_fit(A, noisy), torch.from_numpy(expected), 1e-9)
+
+
+def test_planted_weights_of_any_spread_are_found():
+    """From random starts none would be: they lie behind where the loss is exponentially large."""
+    rng = np.random.default_rng(0)
+    A, x = rng.normal(size=(300, 10)), 4 * rng.normal(size=10) / 10**0.5
+    b = np.exp(A @ x)
+    found = nt.softmax_regression(A, b / b.sum(), ridge=1e-8, rescaled=True)
+    assert found.success
+    assert found.relative_loss < 1e-20
 
 
 @pytest.mark.parametrize("form", FORMS)

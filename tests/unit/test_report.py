@@ -3,7 +3,6 @@
 import io
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
 
 import numpy as np
 import pytest
@@ -16,41 +15,9 @@ from newtention.diagnostics import QueryErrors, query_key_and_value_maps, zero_l
 from newtention.drawing import number
 from newtention.report import write_picture, write_report
 from tests.certificates import ESTIMATED, GLOBAL, LOCAL, NOTHING
+from tests.html import Page, require_self_contained, without_images
 
-VOID = {"meta", "br", "img", "link", "hr", "input"}
 HOSTILE = "<script>alert('x')</script> & \"quotes\" {{ 7 * 7 }}"
-
-
-class Page(HTMLParser):
-    """Checks that tags nest, and collects what a test asks about."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.open, self.tags, self.ids, self.loads = [], [], [], []
-        self.text = []
-        self.feed(text)
-        self.close()
-        assert not self.open
-
-    def handle_starttag(self, tag, attrs):
-        self.handle_startendtag(tag, attrs)
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.tags.append(tag)
-        for name, value in attrs:
-            if name == "id":
-                self.ids.append(value)
-            if name in ("src", "href", "srcset", "action", "data"):
-                self.loads.append(value)
-            assert not name.startswith("on"), f"an event handler on {tag}"
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text.append(data)
 
 
 def make_problem(like=np.float64, **keywords):
@@ -92,10 +59,6 @@ def report(tmp_path, problem, solution, title="A fit", provenance=None, certific
     return text, Page(text)
 
 
-def without_images(text):
-    return re.sub(r"base64,[A-Za-z0-9+/=\s]*", "", text)
-
-
 def test_report_holds_the_key_numbers(tmp_path, fitted):
     problem, solution = fitted
     _, page = report(tmp_path, problem, solution, provenance={"source": "made up", "threads": 2})
@@ -116,15 +79,7 @@ def test_report_holds_the_key_numbers(tmp_path, fitted):
 
 def test_report_requests_nothing(tmp_path, fitted):
     text, page = report(tmp_path, *fitted)
-    assert "http://" not in text
-    assert "https://" not in text
-    assert "//" not in without_images(text)
-    assert "script" not in page.tags
-    assert "link" not in page.tags
-    assert all(load.startswith(("#", "data:image/png;base64,")) for load in page.loads)
-    assert "@import" not in text
-    assert not re.findall(r"url\((?!#)", text)
-    assert len(page.ids) == len(set(page.ids))
+    require_self_contained(text, page)
 
 
 def test_report_escapes_what_it_is_given(tmp_path, fitted):
@@ -343,7 +298,7 @@ def test_report_of_a_run_without_records(tmp_path, fitted):
 
 
 def test_large_hessians_are_left_out(tmp_path, fitted, monkeypatch):
-    monkeypatch.setattr("newtention.report.LARGEST_SPECTRUM", 14)
+    monkeypatch.setattr("newtention.page.LARGEST_SPECTRUM", 14)
     _, page = report(tmp_path, *fitted)
     assert "The spectrum is left out: the dense Hessian of 15 unknowns" in "".join(page.text)
 

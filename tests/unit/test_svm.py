@@ -15,7 +15,7 @@ from newtention.svm import SvmStatus, conflicts, generation, programs
 from newtention.svm.conflicts import _Vertex, find_conflict
 from newtention.svm.exchange import exchange, refine
 from newtention.svm.generation import Objective
-from newtention.svm.pairs import Tokens, reduce
+from newtention.svm.pairs import Block, Tokens, reduce
 from newtention.svm.solve import NUCLEAR_MOST
 from tests.pages import DOCS, block, run_example
 from tests.unit.test_certificates_doc import broken_links
@@ -477,7 +477,8 @@ def test_results_print_and_turn_into_plain_data():
 
 
 def tokens_of(A1, A2, selected, mask):
-    return Tokens(A1, A2, selected, Mask(explicit=torch.as_tensor(mask)[None, None]))
+    rule = Mask(explicit=torch.as_tensor(mask)[None, None])
+    return Tokens(A1, A2, selected, (Block(slice(0, len(A1)), slice(0, len(A2)), rule),))
 
 
 def test_scan_finds_the_worst_rival_in_tiles(monkeypatch):

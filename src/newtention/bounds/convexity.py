@@ -113,28 +113,28 @@ def global_sizes(
     to one token that is the longest of all.
     """
     root, target = weight.sqrt(), norms_upper(B)
-
-    def norm_squared(factor: Tensor, M: Tensor) -> float:
-        """Upper bound of ||diag(factor) M||_2^2.
-
-        The entries carry a few roundings each and the product n more; |M|^T |M| has at most the
-        trace as its norm.
-        """
-        M = factor[:, None] * M
-        trace = float(M.square().sum())
-        if not math.isfinite(trace):
-            return math.inf
-        rounding = 1.01 * (len(M) + 64) * UNIT * trace
-        return max(0.0, largest_eigenvalue_upper(M.T @ M, rounding))
-
     return GlobalSizes(
-        math.sqrt(norm_squared(root, B)),
-        math.sqrt(heads * norm_squared(root, m3[:, None])),
-        math.sqrt(norm_squared(root * rho3, rows)),
-        norm_squared((weight * target * rho3).sqrt(), rows),
-        math.sqrt(heads) * norm_squared((weight * m3 * rho3).sqrt(), rows),
-        norm_squared((root * rho3).sqrt(), rows),
+        math.sqrt(weighted_norm_squared(root, B)),
+        math.sqrt(heads * weighted_norm_squared(root, m3[:, None])),
+        math.sqrt(weighted_norm_squared(root * rho3, rows)),
+        weighted_norm_squared((weight * target * rho3).sqrt(), rows),
+        math.sqrt(heads) * weighted_norm_squared((weight * m3 * rho3).sqrt(), rows),
+        weighted_norm_squared((root * rho3).sqrt(), rows),
     )
+
+
+def weighted_norm_squared(factor: Float[Tensor, " n"], M: Float[Tensor, "n d"]) -> float:
+    """Upper bound of ||diag(factor) M||_2^2.
+
+    The entries carry a few roundings each and the product n more; |M|^T |M| has at most the trace
+    as its norm.
+    """
+    M = factor[:, None] * M
+    trace = float(M.square().sum())
+    if not math.isfinite(trace):
+        return math.inf
+    rounding = 1.01 * (len(M) + 64) * UNIT * trace
+    return max(0.0, largest_eigenvalue_upper(M.T @ M, rounding))
 
 
 def output_radius(targets: float, values: float, lambda_y: float, centre: float = 0.0) -> float:

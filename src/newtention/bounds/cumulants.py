@@ -36,6 +36,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from newtention.bounds.central import KeyMoments, higher_moments, largest_eigenvalue
+
 SECOND = 4 / (3 * math.sqrt(3))
 """max E|W_2 - E W_2|, attained by P(1) = (3 - sqrt 3) / 6 on +-1.
 
@@ -211,6 +213,29 @@ def row_cumulants(tile: Tile, Y: Float[Tensor, "h d3 p"]) -> RowCumulants:
     return RowCumulants(rows(tile.A1), rows(tile.weight), rows(tile.C), *per_head)
 
 
+def row_cubes(
+    V: Float[Tensor, "s n m"],
+    W: Float[Tensor, "s n m"],
+    P: Float[Tensor, "s n m"],
+    A2: Float[Tensor, "s m d2"],
+) -> Float[Tensor, "s n d2 d2 d2"]:
+    """sum_k V_k t_k t_k t_k - (S g + two more) of every row: t_k = a2_k - E a2, S = Cov(a2) under
+    P, g = sum_k W_k t_k.
+
+    From raw moments, as in `row_cumulants`; d2^3 / 2 multiply-adds per row and key.
+    """
+    d2 = A2.shape[-1]
+    b, c = torch.triu_indices(d2, d2, device=A2.device)
+    pairs = A2[..., b] * A2[..., c]
+    mu = P @ A2
+    mm = mu[..., :, None] * mu[..., None, :]
+    S = _unpacked(P @ pairs, d2) - mm
+    g = W @ A2 - W.sum(-1, keepdim=True) * mu
+    K = _unpacked(_moment(V[:, None], A2, pairs)[:, 0], d2)
+    K -= _three(mu, _unpacked(V @ pairs, d2)) + _three(g, S) - _three(V @ A2, mm)
+    return K - V.sum(-1)[..., None, None, None] * mu[..., :, None, None] * mm[..., None, :, :]
+
+
 class Statistics(NamedTuple):
     """Norms of each row's moments at the point: the largest over heads, in the order of the rows.
 
@@ -239,6 +264,11 @@ class Statistics(NamedTuple):
     size2: Float[Tensor, " n"]
     size3: Float[Tensor, " n"]
 
+    @property
+    def keys(self) -> KeyMoments:
+        """Of the keys."""
+        return KeyMoments(self.spread, self.moment4, self.moment6, self.moment8, self.size2)
+
     def select(self, keep: Bool[Tensor, " n"]) -> Statistics:
         """The rows to keep: the real ones of a padded tile."""
         return Statistics(*(t[keep] for t in self))
@@ -253,49 +283,39 @@ def row_statistics(tile: Tile, Y: Float[Tensor, "h d3 p"]) -> Statistics:
     """The statistics of every row of a tile, padded ones included: sequence by sequence."""
     c = row_cumulants(tile, Y)
     A2, A3 = centred(tile.A2, tile), centred(tile.A3, tile)
-    mu, w = tile.P @ A2[:, None], tile.P @ A3[:, None]
-    n, d2 = tile.A1.shape[1], A2.shape[-1]
-
-    def largest(M: Float[Tensor, "*lead d d"]) -> Float[Tensor, " r"]:
-        """lambda_max, the largest over heads; axes (s, h, n, d, d) or (h, s n, d, d)."""
-        top = torch.linalg.eigvalsh(M)[..., -1].clamp_min(0)
-        return top.amax(1).flatten() if M.ndim == 5 else top.amax(0)
+    w = tile.P @ A3[:, None]
 
     def norm(K: Float[Tensor, "h r k d d"]) -> Float[Tensor, " r"]:
-        return largest((K @ K.mT).sum(2)).sqrt()
+        return largest_eigenvalue((K @ K.mT).sum(2)).amax(0).sqrt()
 
-    def size(shifted: Tensor, tokens: Float[Tensor, "s m d"]) -> Float[Tensor, " r"]:
-        norms = shifted.norm(dim=-1).amax(1) + tokens.norm(dim=-1).amax(1) / 16
-        return norms[:, None].expand(-1, n).flatten()
-
-    pairs = (A2[..., :, None] * A2[..., None, :]).flatten(-2)
-    squares = A2.square().sum(-1)[:, None, None] - 2 * mu @ A2.mT[:, None]
-    squares = (squares + mu.square().sum(-1, keepdim=True)).clamp_min(0)  # |t|^2, (s, h, n, m)
-
-    def moment(power: int) -> Float[Tensor, " r"]:
-        """lambda_max of E[|t|^(2 power) t t^T]."""
-        weights = tile.P * squares**power
-        first = (weights @ A2[:, None])[..., :, None] * mu[..., None, :]
-        total = weights.sum(-1)[..., None, None] * mu[..., :, None] * mu[..., None, :]
-        raw = (weights @ pairs[:, None]).unflatten(-1, (d2, d2))
-        return largest(raw - first - first.mT + total)
+    def over_heads(M: Float[Tensor, "s h n d d"]) -> Float[Tensor, " r"]:
+        return largest_eigenvalue(M).amax(1).flatten()
 
     covariance3 = _moment(tile.P, A3, A3) - w[..., :, None] * w[..., None, :]
     return Statistics(
         c.a1,
-        largest(c.S),
-        largest(covariance3),
-        largest(Y[:, None].mT @ covariance3 @ Y[:, None]),
-        moment(1),
-        moment(2),
-        moment(3),
+        largest_eigenvalue(c.S).amax(0),
+        over_heads(covariance3),
+        over_heads(Y[:, None].mT @ covariance3 @ Y[:, None]),
+        *higher_moments(tile.P, A2),
         torch.linalg.matrix_norm(c.Q, 2).amax(0),
         norm(c.K),
         norm(c.K3),
         norm(c.K4),
-        size(A2, tile.A2),
-        size(A3, tile.A3),
+        token_sizes(A2, tile.A2, tile),
+        token_sizes(A3, tile.A3, tile),
     )
+
+
+def token_sizes(
+    shifted: Float[Tensor, "s m d"], tokens: Float[Tensor, "s m d"], tile: Tile
+) -> Float[Tensor, " r"]:
+    """The scale of rounding errors: the largest norm of the shifted tokens and 1/16 of the others'.
+
+    The shift itself rounds.
+    """
+    norms = shifted.norm(dim=-1).amax(1) + tokens.norm(dim=-1).amax(1) / 16
+    return norms[:, None].expand(-1, tile.A1.shape[1]).flatten()
 
 
 def centred(tokens: Float[Tensor, "s m d"], tile: Tile) -> Float[Tensor, "s m d"]:

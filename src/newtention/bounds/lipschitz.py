@@ -135,7 +135,7 @@ def lipschitz_covariances(
     ball = ball_norms(rows, Y_norms, delta, jacobian_norm, statistics, error)
     at_point = add(times(3 * jacobian_norm, ball.point2), ball.residual_part)
     on_ball = add(times(3 * ball.first, ball.r2), times(ball.residual, ball.r3))
-    return _least([circle_maximum(at_point) + delta * ball.fourth, circle_maximum(on_ball)])
+    return least([circle_maximum(at_point) + delta * ball.fourth, circle_maximum(on_ball)])
 
 
 def fourth_derivative(
@@ -169,7 +169,7 @@ def fourth_derivative(
         if statistics is not None:
             ball = ball_norms(rows, Y_norms, delta, jacobian_norm, statistics, error)
             bounds.append(ball.fourth)
-    return _least(bounds)
+    return least(bounds)
 
 
 def lipschitz_unfolding(norm: float, fourth: float, delta: float) -> float:
@@ -228,11 +228,16 @@ def lipschitz_constant(
     if unfolding is not None:
         M4 = fourth_derivative(rows, Y_norms, delta, jacobian_norm, statistics, error)
         levels["unfolding"] = lipschitz_unfolding(unfolding, M4, delta)
-    levels = {name: _least([value]) for name, value in levels.items()}
+    return least_level(levels)
+
+
+def least_level(levels: dict[str, float]) -> Lipschitz:
+    """The least of the levels."""
+    levels = {name: least([value]) for name, value in levels.items()}
     level = min(levels, key=lambda name: levels[name])
     return Lipschitz(levels[level], level, levels)
 
 
-def _least(values: Sequence[float]) -> float:
+def least(values: Sequence[float]) -> float:
     """The least, where NaN, the outcome of an overflow, stands for infinity."""
     return min(math.inf if math.isnan(value) else value for value in values)

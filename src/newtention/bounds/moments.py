@@ -21,9 +21,10 @@ import math
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
+from newtention.bounds.central import KeyMoments
 from newtention.bounds.circle import Form, add, circle_maximum, times
 from newtention.bounds.cumulants import (
     FOURTH,
@@ -99,56 +100,101 @@ class RowNorms(NamedTuple):
     w3: Float[Tensor, " n"]
 
 
+class KeyNorms(NamedTuple):
+    """Of sigma = e . a2 for |e| = 1, everywhere on the ball.
+
+    variance: Var sigma.  mean_k: E|W_k - E W_k|.  root_k: the deviation of W_k, only where the
+    ball is `near`.
+    """
+
+    variance: Float[Tensor, " n"]
+    mean2: Float[Tensor, " n"]
+    mean3: Float[Tensor, " n"]
+    mean4: Float[Tensor, " n"]
+    root2: Float[Tensor, " n"]
+    root3: Float[Tensor, " n"]
+    root4: Float[Tensor, " n"]
+
+
+class Shift(NamedTuple):
+    """What the ball does to the rows, point 1 of this module.
+
+    near: whether the logits' shift theta is at most MAX_SHIFT.  growth: exp(2 theta).
+    """
+
+    near: Bool[Tensor, " n"]
+    theta: Float[Tensor, " n"]
+    growth: Float[Tensor, " n"]
+
+    @classmethod
+    def of(cls, rho: Float[Tensor, " n"], delta: float) -> Shift:
+        """Of the ball of radius delta."""
+        theta = (rho * delta).clamp_max(MAX_SHIFT)
+        return cls(rho * delta <= MAX_SHIFT, theta, (2 * theta).exp())
+
+    def least(
+        self, radius: Float[Tensor, " n"], moment: Float[Tensor, " n"]
+    ) -> Float[Tensor, " n"]:
+        """The less of two bounds, the second for near rows only."""
+        return torch.where(self.near, torch.minimum(radius, moment), radius)
+
+
+def key_norms(rho2: Float[Tensor, " n"], shift: Shift, at: KeyMoments, error: float) -> KeyNorms:
+    """Points 1 and 2 of this module, from radii of the keys and their moments at the point."""
+    spread = at.spread + 4 * error * at.size**2
+    moment4 = at.moment4 + 128 * error * at.size**4
+    moment6 = at.moment6 + 1024 * error * at.size**6
+    moment8 = at.moment8 + 8192 * error * at.size**8
+    moved = shift.theta * shift.theta.exp()
+    shift4, shift6, shift8 = ((2 * shift.theta / k).exp() + moved for k in (4, 6, 8))
+    variance = shift.least(rho2**2, shift.growth * spread)
+    root2 = shift4**2 * moment4.sqrt()
+    return KeyNorms(
+        variance,
+        torch.minimum(SECOND * rho2**2, 2 * variance),
+        torch.minimum(THIRD * rho2**3, THIRD_SPREAD * variance * rho2),
+        torch.minimum(FOURTH * rho2**4, FOURTH_SPREAD * variance * rho2**2),
+        root2,
+        (shift6**6 * moment6 + 3 * variance**3).sqrt(),
+        shift8**4 * moment8.sqrt() + 10 * variance * root2,
+    )
+
+
 def row_norms(
     rows: Rows, Y_norms: Float[Tensor, " h"], delta: float, at: Statistics, error: float = 0.0
 ) -> RowNorms:
     """Points 1 to 3 of this module for every row; arguments as in `lipschitz_covariances`."""
-    rho3, y = rows.rho3, float(Y_norms.max())
-    rho2 = _key_radius(rows, at)
-    s2, s3 = at.size2, at.size3
-    spread = at.spread + 4 * error * s2**2
+    rho3, y, s3 = rows.rho3, float(Y_norms.max()), at.size3
     value_spread = at.value_spread + 4 * error * s3**2
     output_spread = at.output_spread + 4 * error * (y * s3) ** 2
-    moment4 = at.moment4 + 128 * error * s2**4
-    moment6 = at.moment6 + 1024 * error * s2**6
-    moment8 = at.moment8 + 8192 * error * s2**8
-
-    near = rows.rho * delta <= MAX_SHIFT
-    theta = (rows.rho * delta).clamp_max(MAX_SHIFT)
-    grow, moved = (2 * theta).exp(), theta * theta.exp()
-    shift4, shift6, shift8 = ((2 * theta / k).exp() + moved for k in (4, 6, 8))
-
-    def least(radius: Tensor, moment: Tensor) -> Tensor:
-        return torch.where(near, torch.minimum(radius, moment), radius)
-
-    variance = least(rho2**2, grow * spread)
-    value = least(rho3, (grow * value_spread).sqrt())
-    output = least((y + delta) * rho3, (grow * output_spread).sqrt() + delta * rho3)
-
-    # E|W_k - E W_k|, then the deviation of W_k.
-    mean2 = torch.minimum(SECOND * rho2**2, 2 * variance)
-    mean3 = torch.minimum(THIRD * rho2**3, THIRD_SPREAD * variance * rho2)
-    mean4 = torch.minimum(FOURTH * rho2**4, FOURTH_SPREAD * variance * rho2**2)
-    root2 = shift4**2 * moment4.sqrt()
-    root3 = (shift6**6 * moment6 + 3 * variance**3).sqrt()
-    root4 = shift8**4 * moment8.sqrt() + 10 * variance * root2
-
+    shift = Shift.of(rows.rho, delta)
+    k = key_norms(key_radius(rows.rho, at.a1), shift, at.keys, error)
+    value = shift.least(rho3, (shift.growth * value_spread).sqrt())
     nu = (y + delta) * rho3
+    output = shift.least(nu, (shift.growth * output_spread).sqrt() + delta * rho3)
     return RowNorms(
-        v1=output * variance.sqrt() * math.sqrt(len(Y_norms)),
-        v2=least(nu * mean2, output * root2),
-        v3=least(nu * mean3, output * root3),
-        v4=least(nu * mean4, output * root4),
-        w1=value * variance.sqrt(),
-        w2=least(rho3 * mean2, value * root2),
-        w3=least(rho3 * mean3, value * root3),
+        v1=output * k.variance.sqrt() * math.sqrt(len(Y_norms)),
+        v2=shift.least(nu * k.mean2, output * k.root2),
+        v3=shift.least(nu * k.mean3, output * k.root3),
+        v4=shift.least(nu * k.mean4, output * k.root4),
+        w1=value * k.variance.sqrt(),
+        w2=shift.least(rho3 * k.mean2, value * k.root2),
+        w3=shift.least(rho3 * k.mean3, value * k.root3),
     )
 
 
-def _key_radius(rows: Rows, at: Statistics) -> Float[Tensor, " n"]:
+def key_radius(rho: Float[Tensor, " n"], a1: Float[Tensor, "n d1"]) -> Float[Tensor, " n"]:
     """rho_2: 0 for a query token of 0, which no logit depends on."""
-    norm = at.a1.norm(dim=1)
-    return torch.where(norm > 0, rows.rho / norm, 0.0)
+    norm = a1.norm(dim=1)
+    return torch.where(norm > 0, rho / norm, 0.0)
+
+
+def aligned(a1: Float[Tensor, "n d1"], c: Float[Tensor, " n"]) -> float:
+    """sup of sum_j c_j |U^T a_j|^2 over ||U||_F = 1: point 4 of this module."""
+    G = a1.T @ (c[:, None] * a1)
+    if not bool(torch.isfinite(G).all()):
+        return math.inf
+    return max(0.0, float(torch.linalg.eigvalsh(G)[-1]))
 
 
 def ball_norms(
@@ -164,10 +210,7 @@ def ball_norms(
 
     def top(c: Float[Tensor, " n"]) -> float:
         """sup of sum_j c_j |U^T a_j|^2 over ||U||_F = 1."""
-        G = at.a1.T @ (c[:, None] * at.a1)
-        if not bool(torch.isfinite(G).all()):
-            return math.inf
-        return max(0.0, float(torch.linalg.eigvalsh(G)[-1]))
+        return aligned(at.a1, c)
 
     def root(c: Float[Tensor, " n"], power: int) -> float:
         """sup of (sum_j q_j (c_j |U^T a_j|^power)^2)^(1/2) over ||U||_F = 1."""

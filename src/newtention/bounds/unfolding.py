@@ -20,7 +20,7 @@ symmetric form attains its norm on the diagonal), and at most that of the unfold
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from jaxtyping import Float
@@ -138,20 +138,29 @@ def unfolding_gram(
 def whitened_gram(
     rows: RowCumulants, whitening: Float[Tensor, "N r"]
 ) -> tuple[Float[Tensor, "r r"], float]:
-    """`unfolding_gram` in the variables xi, x = x0 + W xi, and the norm of the slices T w_k.
+    """`unfolding_gram` in the variables xi, x = x0 + W xi; see `squared_slices`."""
+    return squared_slices((T for _, T in _slices(rows, whitening.mT)), whitening)
+
+
+def squared_slices(
+    slices: Iterable[Float[Tensor, "b N N"]], whitening: Float[Tensor, "N r"] | None
+) -> tuple[Float[Tensor, "r r"], float]:
+    """G of the tensor in the variables xi, x = x0 + W xi, from batches of T w_k, w_k columns of W.
 
     Slices are whitened before they are squared.  Where large entries of T and W cancel, rounding
     then disturbs the result by u || T || ||W||^3, and not by the square root of u.
 
     Returns:
-        G, and (sum_k || T w_k ||_F^2)^(1/2) as computed, w_k the columns of W.
+        G, and (sum_k || T w_k ||_F^2)^(1/2) as computed.
     """
-    r = whitening.shape[1]
-    G, square = whitening.new_zeros(r, r), 0.0
-    for _, T in _slices(rows, whitening.mT):
+    G, square = None, 0.0
+    for T in slices:
         square += float(T.square().sum())
-        flat = (whitening.mT @ (T @ whitening)).transpose(0, 1).flatten(1)
-        G += flat @ flat.mT
+        moved = T if whitening is None else whitening.mT @ (T @ whitening)
+        flat = moved.transpose(0, 1).flatten(1)
+        part = flat @ flat.mT
+        G = part if G is None else G + part
+    assert G is not None
     return G, math.sqrt(square)
 
 
@@ -161,11 +170,18 @@ def _slices(
     """Batches of slices T d, with the place of the first."""
     h, r, d2, p = rows.Rho.shape
     d1, d3 = rows.a1.shape[1], rows.w.shape[-1]
-    N = directions.shape[1]
     per_row = max(h * d2 * h * d2, d1 * h * d3, h * d2 * p, d1 * p, h * d2 * d3)
-    step = max(1, BATCH_ELEMENTS // max(N * N, r * per_row))
+    for start, part in batches(directions, r * per_row):
+        yield start, hessian_derivative(rows, part)
+
+
+def batches(
+    directions: Float[Tensor, "k N"], elements: int
+) -> Iterator[tuple[int, Float[Tensor, "b N"]]]:
+    """So many directions at a time that slices, and `elements` for each, stay within bounds."""
+    step = max(1, BATCH_ELEMENTS // max(directions.shape[1] ** 2, elements))
     for start in range(0, len(directions), step):
-        yield start, hessian_derivative(rows, directions[start : start + step])
+        yield start, directions[start : start + step]
 
 
 def unfolding_norm(rows: RowCumulants, whitening: Float[Tensor, "N N"] | None = None) -> float:

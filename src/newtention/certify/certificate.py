@@ -79,7 +79,7 @@ class Certificate(Displayed):
         local minimum; if there are flat directions, of the loss on the plane through the point that
         leaves them out.  "estimated": the smallest eigenvalue is positive by an estimate only.
     global_minimum: "proved": the loss has exactly one stationary point, its global minimum.
-    distance: proved bound on the Euclidean distance of (X, Y) to it; infinite if nothing is proved.
+    distance: proved bound on the weights' Euclidean distance to it; infinite if nothing is proved.
     uniqueness_radius: no other stationary point is this near; 0 if nothing is proved.  It may be
         smaller than `distance`, where the proof was led elsewhere or with stretched coordinates.
     smallest_eigenvalue: of the Hessian at the point, without the flat directions; a lower bound if
@@ -91,9 +91,11 @@ class Certificate(Displayed):
         ball of that radius about the point, and which bound gave it; `lipschitz_levels` holds all
         that were computed on that ball.
     paper_log10_lipschitz: log10 of the constant composed as in the paper's Sections 8 to 12.
-    certifying_ridge: smallest r for which `Ridge(r, r)` is proved to leave one stationary point.
+    certifying_ridge: smallest r for which `Ridge(r, r)`, or `Ridge(x=r)` for an attention map, is
+        proved to leave one stationary point.
     paper_log10_threshold: log10 of 30 R^8 (Lemma 9.1), to be compared with it.
-    block_eigenvalue: lower bound of the smallest eigenvalue from the blocks alone (Lemma 6.1).
+    block_eigenvalue: lower bound of the smallest eigenvalue from the blocks alone (Lemma 6.1); a
+        map has one block.
     basin: of approximate Newton steps, where a local minimum is proved.
     flat: invariances found, which the tokens satisfy but for their rounding.
     unknowns, relative_loss: of the problem and the point.

@@ -45,8 +45,8 @@ def certify(
 
     Args:
         problem: one problem, with any regulariser.
-        X: query/key map (d1, d2) or (h, d1, d2), or a `BilinearAttention`.
-        Y: value map (d3, p) or (h, d3, p); left out beside a layer.
+        X: query/key map (d1, d2) or (h, d1, d2), or a `BilinearAttention` or `MapAttention`.
+        Y: value map (d3, p) or (h, d3, p); left out beside a layer and for attention maps.
         precise: compute the decisive quantities beyond float64: slower, for points so near to a
             minimum that rounding hides the rest.
         unfolding: whether the third derivative is unfolded, which gives the tightest Lipschitz
@@ -55,9 +55,11 @@ def certify(
         epsilon: accuracy of the approximate Hessians that the basin is for.
         accuracy: share of the first error after which iterations are counted.
 
-    A factored layer, whose Hessian is singular by its gauge, attention maps, and a problem whose
-    Hessian does not fit into memory are not certified; the smallest eigenvalue is then an estimate
-    by Lanczos.
+    A factored layer, whose Hessian is singular by its gauge, and a problem whose Hessian does not
+    fit into memory are not certified; the smallest eigenvalue is then an estimate by Lanczos.
+
+    Returns:
+        Verdicts and the numbers behind them; `print` gives sentences to quote.
 
     Raises:
         ValueError: a stack of problems, weights of the wrong shape, NaN or infinity, epsilon
@@ -81,7 +83,7 @@ def certify(
     obstacle = _obstacle(problem, w)
     if obstacle is not None:
         return _estimated(problem, w, X, Y, obstacle)
-    assert isinstance(w.layer, Bilinear)
+    assert isinstance(w.layer, Bilinear | AttentionMap)
     data = data_in_double(problem)
     # Not rounded to the data's type: the distance is from the weights as given.
     theta = as_weights(data, X, Y).theta
@@ -152,6 +154,8 @@ def _reasons(
     paper: PaperConstants,
 ) -> tuple[str, ...]:
     reasons = []
+    of_map = isinstance(point.layer, AttentionMap)
+    weights = "X" if of_map else "X and Y"
     if flat.names:
         count = sum(f.count for f in flat.names)
         reasons.append(
@@ -173,18 +177,23 @@ def _reasons(
     if not overall.proved:
         reasons.append(
             "No global proof: the regulariser is too weak for it; a ridge of "
-            f"{rounded_up(overall.certifying_ridge):.3g} on X and Y would do."
+            f"{rounded_up(overall.certifying_ridge):.3g} on {weights} would do."
             if math.isfinite(overall.certifying_ridge)
             else "No global proof: no ridge is known that would give one."
         )
-    if paper.lipschitz is None:
+    if paper.lipschitz is None and not of_map:
         reasons.append("The paper's constants are for one head without a bias: not evaluated.")
     return tuple(reasons)
 
 
 def _block_eigenvalue(point: PointEvaluation) -> float:
-    """Lemma 6.1: from the blocks' smallest eigenvalues and the norm of the mixed block."""
+    """Lemma 6.1: from the blocks' smallest eigenvalues and the norm of the mixed block.
+
+    A map has one block.
+    """
     nx, H, error = point.layer.size_x, point.hessian, point.hessian_error
+    if isinstance(point.layer, AttentionMap):
+        return smallest_eigenvalue_lower(H, error)
     xx, xy, yy = H[:nx, :nx], H[:nx, nx:], H[nx:, nx:]
     alpha_1, alpha_2 = (smallest_eigenvalue_lower(t.contiguous(), error) for t in (xx, yy))
     return lemma_6_1(alpha_1, alpha_2, spectral_norm_upper(xy, error))
@@ -197,9 +206,7 @@ def _relative(problem: AttentionProblem, loss: float) -> float:
 
 def _obstacle(problem: AttentionProblem, w: Weights) -> str | None:
     """Why no dense proof is tried, or None."""
-    if isinstance(w.layer, AttentionMap):
-        return "Not certified: the proofs are for X and Y together, and a map has X alone."
-    if not isinstance(w.layer, Bilinear):
+    if not isinstance(w.layer, Bilinear | AttentionMap):
         return (
             "Not certified: a factored layer has a gauge (W_Q G, W_K G^-T), so that its Hessian is "
             "singular at every point."
@@ -213,7 +220,7 @@ def _obstacle(problem: AttentionProblem, w: Weights) -> str | None:
     return None
 
 
-def proof_bytes(layer: Bilinear) -> int:
+def proof_bytes(layer: Bilinear | AttentionMap) -> int:
     """Predicted peak bytes of a proof without unfolding, beside the data."""
     return MATRICES * 8 * layer.size**2 + WORKSPACE
 

@@ -16,8 +16,10 @@ from newtention.bounds.convexity import (
     distance_in_ball,
     global_sizes,
 )
+from newtention.bounds.maps import map_concavity
 from newtention.bounds.paper import Assumptions, assumptions, hessian_bounds, lemma_9_1
 from newtention.bounds.rounding import (
+    downward,
     gamma,
     largest_eigenvalue_upper,
     norm_upper,
@@ -29,6 +31,7 @@ from newtention.certify.evaluation import PointEvaluation
 from newtention.certify.penalty_errors import exact_penalty
 from newtention.certify.row_errors import real_rows
 from newtention.chunks import Chunk
+from newtention.layers import AttentionMap, Bilinear
 from newtention.problem import AttentionProblem
 
 LARGEST_R = 1e100
@@ -53,11 +56,12 @@ class PaperConstants(NamedTuple):
 def prove_global(
     problem: AttentionProblem, data: AttentionProblem, point: PointEvaluation
 ) -> GlobalProof:
-    """The 2 x 2 condition of `newtention.bounds.convexity` for this regulariser."""
+    """The condition of `newtention.bounds.convexity`, or of `bounds.maps`, for this regulariser."""
+    if isinstance(point.layer, AttentionMap):
+        return _prove_map(data, point)
     layer, r = point.layer, point.rows
     queries, B = _real(data)
-    # The direction of a row's query at the length |scale| rho_2 ||a_j||.
-    rows = queries * (upward(r.rho, 8) / r.query_norms.clamp(min=1e-300))[:, None]
+    rows = _radius_rows(queries, point)
     sizes = global_sizes(rows, r.rho3, r.m3, r.weight, B, layer.heads)
     ridge = min(certifying_ridge(sizes, where=where) for where in ("ball", "best response"))
     lambda_x, lambda_y = _curvatures(point)
@@ -77,9 +81,42 @@ def prove_global(
     return GlobalProof(proved, upward(min(distances), 64) if proved else math.inf, ridge)
 
 
+def _prove_map(data: AttentionProblem, point: PointEvaluation) -> GlobalProof:
+    """The condition of `map_concavity`; every X counts, as there is no Y."""
+    queries = torch.cat([c.queries[0][real_rows(c)[0]] for c in data.chunks])
+    rows = _radius_rows(queries, point)
+    ridge = upward(map_concavity(rows, point.rows.weight, _spans(data)), 64)
+    H, error = point.penalty_hessian, point.penalty_hessian_error
+    curvature = smallest_eigenvalue_lower(H, error) if bool(H.any()) else 0.0
+    least = downward(curvature - ridge, 4)
+    if not least > 0:
+        return GlobalProof(False, math.inf, math.nextafter(ridge, math.inf))
+    size = upward(norm_upper(point.gradient) + point.gradient_error, 2)
+    return GlobalProof(True, upward(size / least, 4), math.nextafter(ridge, math.inf))
+
+
+def _spans(data: AttentionProblem) -> Float[Tensor, " n"]:
+    """max b - min b over every real row's allowed keys."""
+    spans = []
+    for chunk in data.chunks:
+        B, allowed = chunk.B[0], chunk.allowed
+        high, low = B, B
+        if allowed is not None:
+            high, low = (B.masked_fill(~allowed[0], t) for t in (-torch.inf, torch.inf))
+        spans.append((high.amax(-1) - low.amin(-1))[real_rows(chunk)[0]])
+    return upward(torch.cat(spans), 2)
+
+
+def _radius_rows(queries: Float[Tensor, "n d1"], point: PointEvaluation) -> Float[Tensor, "n d1"]:
+    """r_j: the direction of a row's query at the length |scale| rho_2 ||a_j||."""
+    r = point.rows
+    return queries * (upward(r.rho, 8) / r.query_norms.clamp(min=1e-300))[:, None]
+
+
 def _curvatures(point: PointEvaluation) -> tuple[float, float]:
     """Lower bounds of the regulariser's smallest eigenvalues on X and Y, the same for all heads."""
     layer, R, error = point.layer, point.penalty_hessian, point.penalty_hessian_error
+    assert isinstance(layer, Bilinear)
     if not bool(R.any()):
         return 0.0, 0.0
     nx, one = layer.size_x, layer.d1 * layer.d2
@@ -128,6 +165,8 @@ def _assumptions(
     data: AttentionProblem, point: PointEvaluation, delta: float
 ) -> Assumptions | None:
     layer = point.layer
+    if isinstance(layer, AttentionMap):
+        return None
     if layer.heads > 1 or any(chunk.bias is not None for chunk in data.chunks):
         return None
     sizes = [_sequence_norms(chunk) for chunk in data.chunks]

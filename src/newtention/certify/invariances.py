@@ -20,9 +20,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from newtention.certify.certificate import Flat
+from newtention.certify.penalty_errors import kron
 from newtention.certify.row_errors import real_rows
 from newtention.chunks import Chunk
-from newtention.layers import Bilinear
+from newtention.layers import AttentionMap, Bilinear
 from newtention.problem import AttentionProblem
 
 FLAT = 1e-13
@@ -66,7 +67,7 @@ class _Scatter(NamedTuple):
 def flat_space(
     problem: AttentionProblem,
     data: AttentionProblem,
-    layer: Bilinear,
+    layer: Bilinear | AttentionMap,
     penalty: Float[Tensor, "N N"],
 ) -> FlatSpace:
     """The flat directions of the total loss.
@@ -84,6 +85,8 @@ def flat_space(
 
     all_ = _Directions(eye(layer.d1), eye(layer.d2), eye(layer.d3))
     s = _scatter(data, all_)
+    if not all(bool(torch.isfinite(t).all()) for t in s):
+        return FlatSpace(penalty.new_zeros(layer.size, 0), ())  # beyond float64's range
     queries, within, keys, values = (_largest(t) for t in s)
     near = _Directions(
         _split(s.queries, max(FLAT, exact) * queries)[0],
@@ -105,7 +108,7 @@ def flat_space(
     ]
     bases, names = [penalty.new_zeros(layer.size, 0)], []
     for name, left, right, of_x in families:
-        block = _embedded(_kron(left, right), layer, of_x)
+        block = _embedded(kron(left, right), layer, of_x)
         block = block @ _null(block.mT @ penalty @ block)
         if block.shape[1]:
             bases.append(block)
@@ -118,13 +121,9 @@ def complement(basis: Float[Tensor, "N k"]) -> Float[Tensor, "N r"]:
     return torch.linalg.qr(basis, mode="complete")[0][:, basis.shape[1] :]
 
 
-def _kron(left: Float[Tensor, "a i"], right: Float[Tensor, "b j"]) -> Float[Tensor, "ab ij"]:
-    """torch.kron, which fails for some matrices without columns."""
-    product = left[:, None, :, None] * right[None, :, None, :]
-    return product.reshape(len(left) * len(right), left.shape[1] * right.shape[1])
-
-
-def _embedded(part: Float[Tensor, "k j"], layer: Bilinear, of_x: bool) -> Float[Tensor, "N hj"]:
+def _embedded(
+    part: Float[Tensor, "k j"], layer: Bilinear | AttentionMap, of_x: bool
+) -> Float[Tensor, "N hj"]:
     """The same directions for every head, in the flat vector."""
     every = torch.block_diag(*[part] * layer.heads)
     zeros = every.new_zeros(layer.size_y if of_x else layer.size_x, every.shape[1])
@@ -132,7 +131,7 @@ def _embedded(part: Float[Tensor, "k j"], layer: Bilinear, of_x: bool) -> Float[
 
 
 def _largest(scatter: Float[Tensor, "d d"]) -> float:
-    return max(0.0, float(torch.linalg.eigvalsh(scatter)[-1]))
+    return max(0.0, float(torch.linalg.eigvalsh(scatter)[-1])) if len(scatter) else 0.0
 
 
 def _split(scatter: Float[Tensor, "d d"], limit: float) -> tuple[Tensor, Tensor]:

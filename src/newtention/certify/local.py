@@ -37,7 +37,8 @@ from newtention.bounds.rounding import (
 from newtention.certify.certificate import Basin
 from newtention.certify.evaluation import PointEvaluation, evaluate_point, sharpened
 from newtention.certify.invariances import FlatSpace, complement
-from newtention.certify.lipschitz import LipschitzBounds
+from newtention.certify.lipschitz import PointBounds
+from newtention.certify.map_lipschitz import bounds_about
 from newtention.problem import AttentionProblem
 
 UNFOLD_ALWAYS = 256
@@ -63,7 +64,7 @@ class LocalProof(NamedTuple):
     """
 
     found: NewtonKantorovich
-    bounds: LipschitzBounds
+    bounds: PointBounds
     moved: float
     eigenvalue: float
     proved: bool
@@ -116,7 +117,7 @@ def prove_local(
     """
     W = complement(flat.basis) if flat.basis.shape[1] else None
     first = centre = _centre(point, W)
-    bounds = LipschitzBounds(data, point)
+    bounds = bounds_about(data, point)
     if not centre.lam > 0:
         at = centre.at.hessian
         estimate = float(torch.linalg.eigvalsh(at)[0]) if len(at) else math.inf
@@ -158,13 +159,13 @@ def _centre(point: PointEvaluation, W: Float[Tensor, "N r"] | None) -> _Centre:
 
 def _refined(
     problem: AttentionProblem, data: AttentionProblem, centre: _Centre, W: Tensor | None
-) -> tuple[_Centre, LipschitzBounds, NewtonKantorovich]:
+) -> tuple[_Centre, PointBounds, NewtonKantorovich]:
     """Where Newton steps lead, until the cheap proof succeeds or they stop getting shorter.
 
     Gradients there are evaluated beyond float64.
     """
     best = centre
-    bounds = LipschitzBounds(data, best.point)
+    bounds = bounds_about(data, best.point)
     found = _kantorovich(best, bounds)
     for _ in range(REFINEMENTS):
         if found.certified:
@@ -174,7 +175,7 @@ def _refined(
         trial = _centre(evaluate_point(problem, best.point.layer, theta[None], precise=True), W)
         if not (trial.lam > 0 and trial.eta < best.eta):
             break
-        best, bounds = trial, LipschitzBounds(data, trial.point)
+        best, bounds = trial, bounds_about(data, trial.point)
         found = _kantorovich(best, bounds)
     return best, bounds, found
 
@@ -210,7 +211,7 @@ def coordinates(
     )
 
 
-def _kantorovich(centre: _Centre, bounds: LipschitzBounds) -> NewtonKantorovich:
+def _kantorovich(centre: _Centre, bounds: PointBounds) -> NewtonKantorovich:
     """The theorem in s."""
     at, lam, eta = centre.at, centre.lam, centre.eta
     if at.W is None:
@@ -222,7 +223,7 @@ def _kantorovich(centre: _Centre, bounds: LipschitzBounds) -> NewtonKantorovich:
     return whitened_newton_kantorovich(lam, eta, in_s, at.norm, at.inverse_norm)
 
 
-def _whitened(bounds: LipschitzBounds, at: Coordinates) -> NewtonKantorovich | None:
+def _whitened(bounds: PointBounds, at: Coordinates) -> NewtonKantorovich | None:
     """The same with W such that the Hessian is about the identity."""
     L, failed = torch.linalg.cholesky_ex(at.hessian)
     if int(failed):

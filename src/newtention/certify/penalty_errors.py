@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from newtention.bounds.rounding import TINY, UNIT, gamma, norm_upper, squared, upward
-from newtention.layers import Bilinear
+from newtention.layers import AttentionMap, Bilinear
 from newtention.problem import AttentionProblem
 from newtention.regularizers import (
     Proximity,
@@ -89,13 +89,16 @@ def _bounded(q: Quadratic, left: int, right: int, gram: int) -> BoundedQuadratic
     return BoundedQuadratic(q, error(q.left, left)[0], error(q.right, right)[0], gram_error)
 
 
+def bilinear_form(layer: Bilinear | AttentionMap) -> Bilinear:
+    """The layer itself; of a map the layer with a Y of width 0, whose flat vector is the map's."""
+    return Bilinear(1, layer.d1, layer.d2, 0, 0) if isinstance(layer, AttentionMap) else layer
+
+
 def evaluate_penalty(
-    bounded: BoundedQuadratic,
-    layer: Bilinear,
-    X: Float[Tensor, "1 h d1 d2"],
-    Y: Float[Tensor, "1 h d3 p"],
+    bounded: BoundedQuadratic, layer: Bilinear, theta: Float[Tensor, "1 N"]
 ) -> PenaltyEvaluation:
     """Value, gradient and Hessian of R = 1/2 sum <dX, L dX R> + 1/2 <dY, G dY>."""
+    X, Y = layer.unpack(theta)
     q = bounded.quadratic
     dX = (X if q.centre_x is None else X - q.centre_x)[0]
     dY = (Y if q.centre_y is None else Y - q.centre_y)[0]
@@ -109,7 +112,7 @@ def evaluate_penalty(
     k, n, nx = d1 * d2, layer.size, layer.size_x
     hessian = dX.new_zeros(n, n)
     curvature = q.curvature_x()[0]
-    Gp = torch.kron(G, torch.eye(layer.p, dtype=G.dtype, device=G.device))
+    Gp = kron(G, torch.eye(layer.p, dtype=G.dtype, device=G.device))
     for i in range(h):
         hessian[i * k : (i + 1) * k, i * k : (i + 1) * k] = curvature
         at = nx + i * len(Gp)
@@ -122,15 +125,15 @@ def evaluate_penalty(
     eL, eR = bounded.left_error.cpu(), bounded.right_error.cpu()
     size_x, size_y = norm_upper(dX), norm_upper(dY)
     size_G = norm_upper(G) + bounded.gram_error
-    kron = float(((sizes_L + eL) * (sizes_R + eR)).sum())
+    size_kron = float(((sizes_L + eL) * (sizes_R + eR)).sum())
     kron_error = float((eL * (sizes_R + eR) + sizes_L * eR).sum())
     depth = d1 + d2 + t + 8
-    ex = (kron_error + gamma(depth) * kron) * size_x
+    ex = (kron_error + gamma(depth) * size_kron) * size_x
     ey = (bounded.gram_error + gamma(d3 + 4) * size_G) * size_y
     gradient_error = (squared(ex) + squared(ey)) ** 0.5
-    energy = squared(size_x) * kron + squared(size_y) * size_G
+    energy = squared(size_x) * size_kron + squared(size_y) * size_G
     value_error = size_x * ex + size_y * ey + gamma(n + 8) * energy
-    hessian_error = max(kron_error + gamma(t + 4) * kron, bounded.gram_error + UNIT * size_G)
+    hessian_error = max(kron_error + gamma(t + 4) * size_kron, bounded.gram_error + UNIT * size_G)
     count = 8 * (depth + d3 + n) + 200
 
     def bound(x: float) -> float:
@@ -146,3 +149,9 @@ def evaluate_penalty(
         symmetric,
         bound(hessian_error),
     )
+
+
+def kron(left: Float[Tensor, "a i"], right: Float[Tensor, "b j"]) -> Float[Tensor, "ab ij"]:
+    """torch.kron, which fails for some matrices without columns."""
+    product = left[:, None, :, None] * right[None, :, None, :]
+    return product.reshape(len(left) * len(right), left.shape[1] * right.shape[1])

@@ -11,8 +11,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from newtention.certify import pairs as pr
+from newtention.certify.penalty_errors import bilinear_form
 from newtention.chunks import Chunk
-from newtention.layers import Bilinear
+from newtention.layers import AttentionMap, Bilinear
 from newtention.problem import AttentionProblem
 from newtention.regularizers import Proximity, Ridge, TokenWeights
 
@@ -41,7 +42,10 @@ class ExactDerivatives(NamedTuple):
 
 
 def exact_derivatives(
-    problem: AttentionProblem, layer: Bilinear, theta: Float[Tensor, "1 N"], digits: int = 50
+    problem: AttentionProblem,
+    layer: Bilinear | AttentionMap,
+    theta: Float[Tensor, "1 N"],
+    digits: int = 50,
 ) -> ExactDerivatives:
     """Total loss and derivatives with so many decimal digits, by mpmath; for small problems.
 
@@ -53,6 +57,7 @@ def exact_derivatives(
     """
     import mpmath
 
+    layer = bilinear_form(layer)
     with mpmath.workdps(digits):
         x, y = (_numbers(t[0]) for t in layer.unpack(theta))
         n = layer.size
@@ -77,12 +82,13 @@ def exact_derivatives(
         )
 
 
-def small_enough(problem: AttentionProblem, layer: Bilinear) -> bool:
+def small_enough(problem: AttentionProblem, layer: Bilinear | AttentionMap) -> bool:
     """Whether `exact_derivatives` is a matter of a second, and mpmath is there."""
     rows = sum(chunk.weight.numel() for chunk in problem.chunks)
     keys = max(chunk.A2.shape[2] for chunk in problem.chunks)
-    work = rows * layer.heads * (layer.p + 2) * layer.size**2
-    work += rows * layer.heads * keys * layer.d2 * (layer.d2 + layer.d3 + layer.p)
+    outputs = layer.p or keys
+    work = rows * layer.heads * (outputs + 2) * layer.size**2
+    work += rows * layer.heads * keys * layer.d2 * (layer.d2 + layer.d3 + outputs)
     return work <= EXACT_WORK and importlib.util.find_spec("mpmath") is not None
 
 
@@ -125,9 +131,12 @@ def _add_sequence(
     if allowed is not None:
         allowed = allowed.expand(-1, -1, chunk.A1.shape[2], -1)
     scale, total = mpmath.mpf(chunk.scale), mpmath.mpf(0)
-    nx, p = layer.size_x, layer.p
-    kx, ky = layer.d1 * layer.d2, layer.d3 * layer.p
-    eye = np.vectorize(mpmath.mpf, otypes=[object])(np.eye(p))
+    nx, kx, ky = layer.size_x, layer.d1 * layer.d2, layer.d3 * layer.p
+    of_maps = layer.p == 0  # the values are the identity
+    if of_maps:
+        A3, B = _numbers(torch.eye(m)), B[:, :m]
+    p = B.shape[1]
+    eye = _numbers(torch.eye(p))
     for j in range(n):
         keys = [k for k in range(m) if allowed is None or bool(allowed[0, 0, j, k])]
         a, r, u = A1[j] * scale, A2[keys], A3[keys]
@@ -138,13 +147,14 @@ def _add_sequence(
                 s = s + _numbers(chunk.bias[0, 0, min(h, chunk.bias.shape[2] - 1), j])[keys]
             e = np.array([mpmath.exp(z) for z in s - max(s)], dtype=object)
             P = e / e.sum()
-            v = u.dot(y[h])
+            v = u if of_maps else u.dot(y[h])
             F, mu, w = P.dot(v), P.dot(r), P.dot(u)
             C = C + F
             centred = r - mu
             rho = centred.T.dot(P[:, None] * (v - F))  # (d2, p)
             J[:, h * kx : (h + 1) * kx] = np.kron(a[:, None], rho).T
-            J[:, nx + h * ky : nx + (h + 1) * ky] = np.kron(w[:, None], eye).T
+            if not of_maps:
+                J[:, nx + h * ky : nx + (h + 1) * ky] = np.kron(w[:, None], eye).T
             parts.append((P, v - F, centred, centred.T.dot(P[:, None] * (u - w))))
         weight = q[j]
         total += weight * C.dot(C) / 2
@@ -156,6 +166,8 @@ def _add_sequence(
             N = r_centred.T.dot((P * v.dot(C))[:, None] * r_centred)
             bx, by = slice(h * kx, (h + 1) * kx), slice(nx + h * ky, nx + (h + 1) * ky)
             hessian[bx, bx] += np.kron(np.outer(a, a), N * weight)
+            if of_maps:
+                continue
             xy = np.kron(a[:, None], np.kron(Q, C[None, :] * weight))
             hessian[bx, by] += xy
             hessian[by, bx] += xy.T
@@ -208,12 +220,13 @@ def _penalty_terms(
     for i in range(h):
         for left, right in zip(lefts, rights, strict=True):
             terms.append((left, right, x[i] - x0[i], i * kx))
-        terms.append((gram, identity(layer.p), y[i] - y0[i], nx + i * ky))
+        if ky:
+            terms.append((gram, identity(layer.p), y[i] - y0[i], nx + i * ky))
     return terms
 
 
 def accurate_gradient(
-    problem: AttentionProblem, layer: Bilinear, theta: Float[Tensor, "1 N"]
+    problem: AttentionProblem, layer: Bilinear | AttentionMap, theta: Float[Tensor, "1 N"]
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"], float]:
     """Gradient of the total loss in pairs of float64: (head, tail, share).
 
@@ -222,14 +235,15 @@ def accurate_gradient(
     unit roundoff and is convex in it, times share, therefore bounds the error of head + tail.
     NaN where float64's range is exceeded.
     """
-    theta = theta.double()
-    X, Y = (pr.pair(t[0]) for t in layer.unpack(theta))
+    X, Y = (pr.pair(t[0]) for t in bilinear_form(layer).unpack(theta.double()))
     GX, GY = _penalty_gradient(problem, X, Y)
     for chunk in problem.chunks:
         for tile in chunk.tiles(4 * layer.heads * (chunk.A2.shape[2] + layer.d2 + layer.d3)):
             GX_tile, GY_tile = _tile_gradient(tile, X, Y)
             for place in range(tile.A1.shape[1]):
-                GX, GY = pr.add(GX, GX_tile[place]), pr.add(GY, GY_tile[place])
+                GX = pr.add(GX, GX_tile[place])
+                if GY_tile is not None:
+                    GY = pr.add(GY, GY_tile[place])
     hi, lo = (torch.cat([a.flatten(), b.flatten()]) for a, b in zip(GX, GY, strict=True))
     head, tail = pr.two_sum(hi, lo)
     keys = max(chunk.A2.shape[2] for chunk in problem.chunks)
@@ -238,8 +252,11 @@ def accurate_gradient(
     return head, tail, pr.roundoff_share(keys, tokens, max(problem.widths))
 
 
-def _tile_gradient(tile: Chunk, X: pr.Pair, Y: pr.Pair) -> tuple[pr.Pair, pr.Pair]:
-    """A1^T T A2 and (P A3)^T R of every sequence and head of a tile, with one owner."""
+def _tile_gradient(tile: Chunk, X: pr.Pair, Y: pr.Pair) -> tuple[pr.Pair, pr.Pair | None]:
+    """A1^T T A2 and (P A3)^T R of every sequence and head of a tile, with one owner.
+
+    Of maps the first alone: their values are the identity.
+    """
     tensors = (tile.A1, tile.A2, tile.A3, tile.B, tile.weight)
     A1, A2, A3, B, q = (pr.pair(t[0].double()) for t in tensors)
     A1 = pr.multiply(A1, pr.pair(torch.full_like(A1.hi, tile.scale)))
@@ -249,15 +266,17 @@ def _tile_gradient(tile: Chunk, X: pr.Pair, Y: pr.Pair) -> tuple[pr.Pair, pr.Pai
         S = pr.add(S, pr.pair(tile.bias[0].double()))
     allowed = tile.allowed
     P = pr.softmax(S, None if allowed is None else allowed[0][:, None])
-    V = pr.matmul(A3, Y)
-    O = pr.matmul(P, V)
+    V = pr.matmul(A3, Y) if A3.hi.shape[-1] else None
+    O = P if V is None else pr.matmul(P, V)
     C = pr.minus(B)
     for h in range(O.hi.shape[1]):
         C = pr.add(C, O[:, h])
     R = pr.multiply(C, q[..., None])[:, None]
     total = pr.matmul(pr.multiply(O, R), pr.pair(torch.ones_like(O.hi[..., :1, :]).mT))
-    T = pr.multiply(P, pr.add(pr.matmul(R, V.T), pr.minus(total)))
-    return pr.matmul(A1.T, pr.matmul(T, A2)), pr.matmul(pr.matmul(P, A3).T, R)
+    G = R if V is None else pr.matmul(R, V.T)
+    T = pr.multiply(P, pr.add(G, pr.minus(total)))
+    GX = pr.matmul(A1.T, pr.matmul(T, A2))
+    return GX, None if V is None else pr.matmul(pr.matmul(P, A3).T, R)
 
 
 def _penalty_gradient(problem: AttentionProblem, X: pr.Pair, Y: pr.Pair) -> tuple[pr.Pair, pr.Pair]:
@@ -309,7 +328,7 @@ def _penalty_gradient(problem: AttentionProblem, X: pr.Pair, Y: pr.Pair) -> tupl
     GX, GY = pr.pair(torch.zeros_like(X.hi)), pr.pair(torch.zeros_like(Y.hi))
     for left, right in terms:
         GX = pr.add(GX, pr.matmul(pr.matmul(left, X), right))
-    for G in grams:
+    for G in grams if GY.hi.numel() else ():
         GY = pr.add(GY, pr.matmul(G, Y))
     return GX, GY
 

@@ -13,10 +13,13 @@ from newtention.certify import certify as prove
 from newtention.cli import options
 from newtention.cli.progress import busy
 from newtention.cli.report import make_report
+from newtention.cli.softmax import certify_softmax_folder
 from newtention.cli.terminal import complain, say
 from newtention.io import load_result, prepare_folder, write_certificate
+from newtention.io.softmax import holds_softmax
 
 NOT_PROVED = 3
+EPSILON, ACCURACY = 0.01, 1e-8
 
 
 def certify(
@@ -52,14 +55,14 @@ def certify(
             metavar="FLOAT",
             help="Accuracy of approximate Hessians, relative, for the basin of their Newton steps.",
         ),
-    ] = 0.01,
+    ] = EPSILON,
     accuracy: Annotated[
         float,
         typer.Option(
             metavar="FLOAT",
             help="Count the steps that such an iteration takes to this share of its first error.",
         ),
-    ] = 1e-8,
+    ] = ACCURACY,
     source: Annotated[
         Path | None,
         typer.Option(
@@ -80,6 +83,8 @@ def certify(
     from the data and the weights alone.  Where a proof fails, the reasons are given; the weights
     may still be a minimum.
 
+    Of a softmax regression (fit --kind softmax) a local minimum is proved, with no options.
+
     The data are read again from where the fit found them, and must not have changed.  In DIR,
     certificate.json is written and report.html made anew with the certificate.
 
@@ -94,6 +99,22 @@ def certify(
     0 a verdict, whichever it is; 3 no proof of what --require asks for; 2 bad input or refused; 1 a
     bug.
     """
+    if holds_softmax(folder):
+        of_layers = {
+            "--precise": precise,
+            "--unfolding": unfolding is not None,
+            "--epsilon": epsilon != EPSILON,
+            "--accuracy": accuracy != ACCURACY,
+        }
+        certify_softmax_folder(
+            folder,
+            source,
+            require=require,
+            as_json=as_json,
+            no_report=no_report,
+            of_layers=of_layers,
+        )
+        return
     problem, solution, document = load_result(folder, source)
     prepare_folder(folder, force=True)  # writable, or refused before the work
     with nullcontext() if as_json else busy("Certifying"):

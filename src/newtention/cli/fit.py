@@ -38,6 +38,7 @@ def fit(
     ranks: options.Ranks = None,
     freeze: options.Freeze = None,
     dtype: options.Dtype = "float64",
+    rescaled: options.Rescaled = None,
     ridge: options.Ridge = 0.0,
     ridge_x: options.RidgeX = None,
     ridge_y: options.RidgeY = None,
@@ -80,8 +81,8 @@ def fit(
 
     With --kind attention-map the targets are attention maps, rows of weights (queries x keys), and
     X alone is fitted to them.  With --kind softmax SOURCE holds A (n x d) and b (n), or others by
-    --queries and --targets, and x is fitted by softmax(A x); DIR will hold softmax.json and
-    softmax.safetensors.
+    --queries and --targets, and x is fitted by softmax(A x), or in a rescaled form; DIR will hold
+    softmax.json, softmax.safetensors and report.html.
 
     With --layer the fit begins from a real layer, with its biases, grouped keys and rotary
     positions, made smaller by --heads and --ranks.
@@ -129,16 +130,18 @@ def fit(
         "--lengths": lengths,
         "--key-lengths": key_lengths,
     }
-    options.require_kind(kind, of_layers, of_data)
+    options.require_kind(kind, of_layers, of_data, {"--rescaled": rescaled})
     if kind == "softmax":
         fit_softmax(
             source,
             out,
             force=force,
             as_json=as_json,
+            no_report=no_report,
             matrix=queries or "A",
             target=targets or "b",
             dtype=dtype,
+            rescaled=rescaled,
             ridge=ridge,
             tol=tol,
             max_iter=max_iter,

@@ -55,6 +55,14 @@ FitKind = Annotated[
         rich_help_panel=_PROBLEM,
     ),
 ]
+Rescaled = Annotated[
+    Literal["exp", "sinh", "cosh"] | None,
+    typer.Option(
+        help="With --kind softmax: fit u(A x) / <u(A x), 1> for this u, the division multiplied "
+        "out.  Needs a --ridge.",
+        rich_help_panel=_PROBLEM,
+    ),
+]
 Ridge = Annotated[
     float,
     _number(_PROBLEM, "FLOAT", "Adds FLOAT/2 (||X||^2 + ||Y||^2) to the loss.", least=0),
@@ -298,14 +306,19 @@ def as_names(text: str | None) -> list[str]:
     return [] if text is None else [name.strip() for name in text.split(",") if name.strip()]
 
 
-def require_kind(kind: str, of_layers: Mapping[str, object], of_data: Mapping[str, object]) -> None:
+def require_kind(
+    kind: str,
+    of_layers: Mapping[str, object],
+    of_data: Mapping[str, object],
+    of_softmax: Mapping[str, object],
+) -> None:
     """Raise ValueError for options (by name, None where not given) that --kind does not go with.
 
     of_layers: for layers alone.  of_data: for sequences of tokens, which one softmax has not.
+    of_softmax: for one softmax alone.
     """
     refused = {} if kind == "layer" else dict(of_layers)
-    if kind == "softmax":
-        refused |= of_data
+    refused |= of_data if kind == "softmax" else of_softmax
     for name, value in refused.items():
         if value is not None:
             raise ValueError(f"{name} does not go with --kind {kind}.")

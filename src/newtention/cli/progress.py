@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import accumulate
 from types import TracebackType
 
 from rich.console import Console, Group
@@ -17,11 +18,13 @@ from rich.text import Text
 from newtention.cli.terminal import say
 from newtention.display import course
 from newtention.run import Progress
-from newtention.solution import TABLE_HEADER, Record, table_row
+from newtention.solution import COLUMNS, TABLE_HEADER, Record, table_row
 
 ROWS = 12
 BARS = "▁▂▃▄▅▆▇█"
 SPARKLINE_WIDTH = 24
+HELD_OUT = 9
+"""Width of the column of validation losses."""
 
 
 class Silent:
@@ -101,11 +104,13 @@ class Display(Silent):
         if not self.records:
             return Group(Text(f"starting  {seconds:.1f} s", style="dim"))
         lines = [self._head(seconds), *self._validation(), Text()]
-        lines.append(Text(header(self.records[-1]), style="dim"))
+        latest = self.records[-1]
+        width = whole_columns(self.live.console.width, latest.validation is not None)
+        lines.append(Text(header(latest)[:width], style="dim"))
         both = len({record.model for record in self.records}) > 1
         for record in self.records[-ROWS:]:
             dim = both and record.model != "newton"
-            lines.append(Text(row(record), style="dim" if dim else ""))
+            lines.append(Text(row(record)[:width], style="dim" if dim else ""))
         lines.append(Text("; ".join(self._notes(both)), style="dim"))
         for line in lines:
             line.no_wrap, line.overflow = True, "crop"
@@ -208,13 +213,20 @@ class Watch:
 
 def header(record: Record) -> str:
     """Names of the columns of `row`."""
-    return TABLE_HEADER if record.validation is None else f"{TABLE_HEADER} {'held out':>9}"
+    return TABLE_HEADER if record.validation is None else f"{TABLE_HEADER} {'held out':>{HELD_OUT}}"
 
 
 def row(record: Record) -> str:
     """One line of the table, the validation loss in its last column."""
     line = table_row(replace(record, validation=None, model="newton"))
-    return line if record.validation is None else f"{line} {record.validation:>9.5f}"
+    return line if record.validation is None else f"{line} {record.validation:>{HELD_OUT}.5f}"
+
+
+def whole_columns(width: int, held_out: bool) -> int:
+    """Characters of a row that a narrow terminal shows: a number cut short would be another."""
+    widths = [*COLUMNS.values(), *([HELD_OUT] if held_out else [])]
+    ends = accumulate(widths, lambda end, column: end + 1 + column)
+    return max((end for end in ends if end <= width), default=width)
 
 
 def duration(seconds: float) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -12,8 +13,16 @@ from newtention.cli.options import ResultFolder
 from newtention.cli.progress import busy
 from newtention.cli.terminal import ReportFailedError, complain, say
 from newtention.io import load_result, read_certificate
+from newtention.io.softmax import (
+    SavedSoftmax,
+    holds_softmax,
+    load_softmax,
+    read_softmax_certificate,
+)
 from newtention.problem import AttentionProblem
 from newtention.solution import MATRIX_FREE, Solution
+
+C = TypeVar("C")
 
 
 def report(
@@ -34,9 +43,14 @@ def report(
 
     [cyan]newtention report result --source /new/place/layer.safetensors[/cyan]
     """
-    problem, solution, document = load_result(folder, source)
-    with busy("Making the report"):
-        path = make_report(folder, problem, solution, document)
+    if holds_softmax(folder):
+        saved = load_softmax(folder, source)
+        with busy("Making the report"):
+            path = make_softmax_report(saved)
+    else:
+        problem, solution, document = load_result(folder, source)
+        with busy("Making the report"):
+            path = make_report(folder, problem, solution, document)
     say(f"Report  {path}")
 
 
@@ -52,27 +66,75 @@ def make_report(
         OSError: it cannot be written.
         ReportFailedError: anything else; the inputs are known to be good.
     """
-    # matplotlib takes a second to import; only this command and fit need it.
+    # matplotlib takes a second to import; only commands that make a report need it.
     from newtention.report import write_report
 
-    try:
-        certificate = read_certificate(folder, document)
-    except ValueError as error:
-        complain(f"Warning: the report shows no certificate: {error}")
-        certificate = None
-    path = folder / "report.html"
-    temporary = folder / f".newtention-{os.getpid()}-report.html"
-    name = document["provenance"]["source"]
-    title = name if name.startswith("example:") else Path(name).name
-    try:
-        write_report(
-            temporary,
+    certificate = _shown(lambda: read_certificate(folder, document))
+    return _written(
+        folder,
+        lambda path: write_report(
+            path,
             problem,
             solution,
-            title=title,
+            title=_title(document["provenance"]["source"]),
             provenance=provenance_rows(document),
             certificate=certificate,
-        )
+        ),
+    )
+
+
+def make_softmax_report(saved: SavedSoftmax) -> Path:
+    """The same for a softmax regression.
+
+    Raises:
+        OSError, ReportFailedError: as for `make_report`.
+    """
+    from newtention.softmax_report import write_softmax_report
+
+    certificate = _shown(lambda: read_softmax_certificate(saved))
+    document = saved.document
+    return _written(
+        saved.folder,
+        lambda path: write_softmax_report(
+            path,
+            saved.A,
+            saved.b,
+            saved.result,
+            ridge=document["ridge"],
+            title=_title(document["source"]),
+            provenance={
+                "source": document["source"],
+                "sha256": document["sha256"],
+                "arrays": _arrays(document["arrays"]),
+                "starts": str(document["n_init"]),
+                "seed": str(document["seed"]),
+                "arithmetic": f"{document['dtype']} on cpu",
+                "versions": _versions(document),
+            },
+            certificate=certificate,
+        ),
+    )
+
+
+def _shown(read: Callable[[], C | None]) -> C | None:
+    """The certificate of a folder; None, with a warning, if it cannot be shown."""
+    try:
+        return read()
+    except ValueError as error:
+        complain(f"Warning: the report shows no certificate: {error}")
+        return None
+
+
+def _title(source: str) -> str:
+    return source if source.startswith("example:") else Path(source).name
+
+
+def _written(folder: Path, write: Callable[[Path], None]) -> Path:
+    """Write report.html whole, or leave the old one."""
+    path = folder / "report.html"
+    temporary = folder / f".newtention-{os.getpid()}-report.html"
+    try:
+        write(temporary)
         os.replace(temporary, path)
     except Exception as error:
         # A full disk is the user's matter; a file that is not found is one of the package's own.
@@ -115,13 +177,16 @@ def provenance_rows(document: dict[str, Any]) -> dict[str, str]:
         rows["curvature"] = document.get("curvature", "gauss-newton")
     if document.get("continued_at") is not None:
         rows["continued"] = f"at iteration {document['continued_at']} of {document['checkpoint']}"
-    versions = ", ".join(f"{name} {v}" for name, v in document["versions"].items())
     return rows | {
         "starts": str(document["n_init"]),
         "seed": str(document["seed"]),
         "arithmetic": f"{origin['dtype']} on {document['device']}, {document['threads']} thread(s)",
-        "versions": versions,
+        "versions": _versions(document),
     }
+
+
+def _versions(document: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {v}" for name, v in document["versions"].items())
 
 
 def _arrays(names: dict[str, str | None]) -> str:

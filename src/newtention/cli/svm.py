@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -70,6 +71,10 @@ def svm(
     ] = None,
     queries: options.Queries = None,
     keys: options.Keys = None,
+    offsets: options.Offsets = None,
+    key_offsets: options.KeyOffsets = None,
+    lengths: options.Lengths = None,
+    key_lengths: options.KeyLengths = None,
     require_separable: Annotated[
         bool,
         typer.Option(
@@ -83,8 +88,8 @@ def svm(
 
     Attention as a support vector machine: min ||X|| subject to (a2_selected - a2_k)^T X^T a1 >= 1
     for every query a1 and every other key a2_k that it may attend to.  SOURCE holds query tokens
-    A1, optionally key tokens A2 (otherwise the queries are the keys), and the selected keys; all of
-    one sequence.
+    A1, optionally key tokens A2 (otherwise the queries are the keys), and the selected keys, of one
+    sequence or of several that share X, numbered within each; as for newtention fit.
 
     DIR will hold svm.safetensors (X, the support pairs with their multipliers, slacks) and
     svm.json.  Where no X exists, both hold a small set of pairs that already contradict each other.
@@ -101,13 +106,19 @@ def svm(
     2 bad input or refused; 1 a bug.
     """
     file = open_arrays(source)
-    arrays, names = _read(file, selected, ArrayNames(queries, ABSENT, keys, ABSENT))
+    rows = (offsets, key_offsets, lengths, key_lengths)
+    arrays, several, names = _read(file, selected, ArrayNames(queries, ABSENT, keys, ABSENT, *rows))
     created = SVM.prepare(out, force)
     with removed_on_failure(out, created):
         with nullcontext() if as_json else busy("Solving"):
             try:
                 result = attention_svm(
-                    *arrays, norm=norm, mask=None if mask == "none" else mask, soft=soft, tol=tol
+                    *arrays,
+                    norm=norm,
+                    mask=None if mask == "none" else mask,
+                    soft=soft,
+                    tol=tol,
+                    **several,
                 )
             except (ValueError, TypeError) as error:
                 text = str(error).replace('norm="', "--norm ").replace('"', "")
@@ -121,9 +132,10 @@ def svm(
             "arrays": names,
             "mask": mask,
             "tol": tol,
-            "queries": len(arrays[0]),
-            "keys": len(arrays[1]),
-            "widths": {"d1": arrays[0].shape[1], "d2": arrays[1].shape[1]},
+            "sequences": _count(arrays[0], several),
+            "queries": _rows(arrays[0], several.get("lengths")),
+            "keys": _rows(arrays[1], several.get("key_lengths", several.get("lengths"))),
+            "widths": {"d1": arrays[0].shape[-1], "d2": arrays[1].shape[-1]},
         }
         document = write_svm(out, result, about)
     if as_json:
@@ -142,22 +154,11 @@ def svm(
 
 def _read(
     file: ArrayFile, selected: str, asked: ArrayNames
-) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, str]]:
-    """Queries, keys and selected keys, and the arrays' names."""
-    names = choose_names(file, asked, without_targets=True)
-    if names.offsets is not None or names.lengths is not None:
-        raise ValueError(
-            f"{file.label} holds several sequences ({names.offsets or names.lengths!r}); svm takes "
-            "one.  Save the tokens of one without it."
-        )
-    data = SourceData(file, names, torch.float64)
+) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any], dict[str, str]]:
+    """Queries, keys and selected keys; where sequences begin or end; and the arrays' names."""
+    data = SourceData(file, choose_names(file, asked, without_targets=True), torch.float64)
     data.require_shapes()
     a1 = data.tensors["queries"]
-    if a1.ndim != 2:
-        raise ValueError(
-            f"{data.title('queries')} must be 2-D (tokens x width), of one sequence; found "
-            f"{a1.ndim}-D."
-        )
     if selected not in file.arrays:
         raise ValueError(
             f"{file.label} has no array {selected!r} (selected keys); name it with --selected.  It "
@@ -165,4 +166,14 @@ def _read(
         )
     a2 = data.tensors.get("keys", a1)
     used = {**data.names, "selected": selected}
-    return (a1, a2, file.read(selected)), used
+    return (a1, a2, file.read(selected)), data.rows, used
+
+
+def _count(tokens: Tensor, several: Mapping[str, Tensor]) -> int:
+    if "offsets" in several:
+        return len(several["offsets"]) - 1
+    return len(tokens) if tokens.ndim == 3 else 1
+
+
+def _rows(tokens: Tensor, lengths: Tensor | None) -> int:
+    return int(lengths.sum()) if lengths is not None else tokens.shape[:-1].numel()

@@ -24,7 +24,12 @@ def data_loss(
     problem: AttentionProblem, layer: Parametrisation, theta: Float[Tensor, "b N"]
 ) -> Float[Tensor, " b"]:
     """1/2 sum_j q_j ||(F - B)_j||^2 of each independent problem."""
-    return Linearised(problem, layer, theta).reduce(lambda at: (tile_loss(at),))[0]
+    return data_loss_at(Linearised(problem, layer, theta))
+
+
+def data_loss_at(point: Linearised) -> Float[Tensor, " b"]:
+    """The same at a point, whose evaluations may be there already."""
+    return point.reduce(lambda at: (tile_loss(at),))[0]
 
 
 def loss_and_gradient(

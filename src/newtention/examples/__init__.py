@@ -50,6 +50,13 @@ the queries, and the map that both share, q = x `to_qk_W` + `to_qk_b`, logits di
 No example: a fit of its 18,432 unknowns is not quick at any ridge."""
 
 
+MAPS = Path(__file__).parent / "minilm_maps.safetensors"
+"""Attention maps of the head of example:minilm-head on its first 32 sentences, computed from tokens
+of full width: `maps`, rows of weights filled up with zeros to the longest sentence, and `offsets`
+of the sentences; `X` (32 x 32), the head's own query/key map, scale included, in the coordinates of
+the example's tokens."""
+
+
 def find_example(name: str) -> Example:
     """The example of this name.
 

@@ -16,7 +16,8 @@ import torch
 
 from newtention.certify.certificate import Certificate, Verdict
 from newtention.files import write_atomically
-from newtention.io.results import CERTIFICATE, REFERENCE, WEIGHTS, require_format
+from newtention.io.plain import read_document
+from newtention.io.results import CERTIFICATE, REFERENCE, WEIGHTS
 
 FORMAT = "newtention-certificate"
 FORMAT_VERSION = 1
@@ -74,12 +75,9 @@ def read_certificate(folder: str | Path, result: dict[str, Any]) -> Certificate 
     path = Path(folder) / CERTIFICATE
     again = f"newtention certify {folder} writes it anew"
     try:
-        document = json.loads(path.read_text("utf-8"))
+        document = read_document(path, FORMAT, FORMAT_VERSION, f"; {again}")
     except FileNotFoundError:
         return None
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}); {again}.") from error
-    require_format(document, path, FORMAT, FORMAT_VERSION, f"; {again}")
     if any(document.get(name) != value for name, value in _subject(result).items()):
         raise ValueError(f"{path} belongs to other weights or data than this fit's; {again}.")
     try:

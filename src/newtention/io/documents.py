@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
@@ -15,7 +14,11 @@ import safetensors.torch
 from torch import Tensor
 
 from newtention.files import write_atomically
+from newtention.io.arrays import open_arrays
+from newtention.io.plain import read_document, with_null
 from newtention.io.results import prepare_folder
+
+VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -23,10 +26,12 @@ class Kind:
     """The files of one kind of result, NAME.json and NAME.safetensors.
 
     packages: whose versions are recorded.
+    derived: files that other commands make from a result; out of date once it is replaced.
     """
 
     name: str
     packages: tuple[str, ...] = ("torch", "numpy")
+    derived: tuple[str, ...] = ()
 
     @property
     def result(self) -> str:
@@ -45,20 +50,23 @@ class Kind:
         names = {p.name for p in folder.iterdir()} if folder.is_dir() else set()
         if "result.json" in names:
             raise FileExistsError(f"{folder} holds the result of a fit; choose another folder.")
-        return prepare_folder(folder, beside=(self.result, self.arrays))
+        return prepare_folder(folder, beside=(self.result, self.arrays, *self.derived))
 
     def write(
         self, folder: Path, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]
     ) -> dict[str, Any]:
-        """Write both files, and return the document; NaN and infinity become null in it."""
+        """Write both files, and return the document; NaN and infinity become null in it.
+
+        What was derived from an earlier result is removed.
+        """
         from newtention import __version__
 
         contiguous = {name: t.contiguous() for name, t in tensors.items()}
         data = safetensors.torch.save(contiguous, metadata={"format": "pt"})
-        document = _with_null(
+        document = with_null(
             {
-                "format": f"newtention-{self.name}",
-                "format_version": 1,
+                "format": self._format,
+                "format_version": VERSION,
                 **facts,
                 "files": {self.arrays: sha256(data).hexdigest()},
                 "versions": {
@@ -68,14 +76,27 @@ class Kind:
             }
         )
         text = json.dumps(document, indent=1, allow_nan=False) + "\n"
+        for derived in self.derived:
+            (folder / derived).unlink(missing_ok=True)
         write_atomically({folder / self.arrays: data, folder / self.result: text.encode()})
         return document
 
+    def read(self, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The document and the arrays.
 
-def _with_null(value: Any) -> Any:
-    """JSON has neither NaN nor infinity."""
-    if isinstance(value, dict):
-        return {name: _with_null(v) for name, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_with_null(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        Raises:
+            FileNotFoundError: a file is missing.
+            ValueError: the folder holds another format or version, or is damaged.
+        """
+        try:
+            document = read_document(folder / self.result, self._format, VERSION)
+        except FileNotFoundError:
+            raise FileNotFoundError(f"{folder} holds no {self.result}.") from None
+        file = open_arrays(folder / self.arrays)
+        if file.sha256() != document.get("files", {}).get(self.arrays):
+            raise ValueError(f"{file.label} does not belong to the {self.result} beside it.")
+        return document, {name: file.read(name) for name in file.arrays}
+
+    @property
+    def _format(self) -> str:
+        return f"newtention-{self.name}"

@@ -46,6 +46,10 @@ def save_layer(path: str | Path, layer: AttentionLayer) -> None:
 
     An existing file is replaced, in one move once the new one is complete.
 
+    Args:
+        path: of the file, ending in .safetensors.
+        layer: factored, bilinear, or of attention maps.
+
     Raises:
         TypeError: not a layer.
         ValueError: another extension.

@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import os
 import platform
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ import torch
 from newtention.files import TEMPORARY, write_atomically
 from newtention.io.arrays import SUFFIXES, open_arrays
 from newtention.io.layers import layer_bytes, load_layer
+from newtention.io.plain import as_history, read_document, with_null, without_null
 from newtention.io.sources import Provenance, reload_problem
 from newtention.layers import (
     AttentionLayer,
@@ -40,7 +40,7 @@ from newtention.layers import (
 )
 from newtention.problem import AttentionProblem
 from newtention.regularizers import Proximity
-from newtention.solution import History, Record, Solution, Status
+from newtention.solution import Solution, Status
 
 FORMAT = "newtention-result"
 FORMAT_VERSION = 1
@@ -88,6 +88,16 @@ def prepare_folder(folder: str | Path, force: bool = False, beside: Collection[s
     created = not path.exists()
     if not created:
         _require_replaceable(path, force, beside)
+    require_writable(path)
+    return created
+
+
+def require_writable(path: Path) -> None:
+    """Create a folder if it is missing, and write a file there and remove it.
+
+    Raises:
+        OSError: that cannot be done.
+    """
     try:
         path.mkdir(parents=True, exist_ok=True)
         probe = path / f"{TEMPORARY}{os.getpid()}.tmp"
@@ -97,7 +107,6 @@ def prepare_folder(folder: str | Path, force: bool = False, beside: Collection[s
         raise type(error)(
             f"The result cannot be written to {path}: {error.strerror or error}."
         ) from error
-    return created
 
 
 def _require_replaceable(path: Path, force: bool, beside: Collection[str]) -> None:
@@ -207,41 +216,23 @@ def read_result(folder: str | Path) -> SavedResult:
     if not path.is_dir():
         raise FileNotFoundError(f"There is no result folder {path}.")
     try:
-        document = json.loads((path / RESULT).read_text("utf-8"))
+        document = read_document(path / RESULT, FORMAT, FORMAT_VERSION)
     except FileNotFoundError:
         raise FileNotFoundError(f"{path} is not a result folder: it has no {RESULT}.") from None
-    except ValueError as error:
-        raise ValueError(f"{path / RESULT} is damaged: {error}.") from error
-    require_format(document, path / RESULT, FORMAT, FORMAT_VERSION)
     try:
         solution = Solution(
             layer=_read_layer(path / WEIGHTS, document["files"]),
             start=_read_layer(path / START, document["files"]),
             status={status.value: status for status in Status}[document["status"]],
-            history=History(Record(**_with_nan(row)) for row in document["history"]),
-            start_losses=tuple(map(_number, document["start_losses"])),
+            history=as_history(document["history"]),
+            start_losses=tuple(map(without_null, document["start_losses"])),
             validation_loss=document.get("validation_loss"),
-            **{name: _number(document[name]) for name in _PLAIN},
+            **{name: without_null(document[name]) for name in _PLAIN},
         )
         provenance = Provenance.from_dict(document["provenance"])
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path / RESULT} is incomplete or damaged: {error}.") from error
     return SavedResult(path, solution, provenance, document)
-
-
-def require_format(document: object, path: Path, name: str, version: int, hint: str = "") -> None:
-    """Refuse JSON that is not of this format and version.
-
-    Raises:
-        ValueError: it is not; `hint` ends the sentence.
-    """
-    if not isinstance(document, dict) or document.get("format") != name:
-        raise ValueError(f"{path} was not written by Newtention{hint}.")
-    if document.get("format_version") != version:
-        raise ValueError(
-            f"{path} has format version {document.get('format_version')}; this version of "
-            f"Newtention reads {version}{hint}."
-        )
 
 
 def load_result(
@@ -300,8 +291,8 @@ def _document(
         "status": solution.status.value,
         "success": solution.success,
         "message": solution.message,
-        **_with_null({name: getattr(solution, name) for name in (*_PLAIN, "validation_loss")}),
-        **_with_null(settings),
+        **with_null({name: getattr(solution, name) for name in (*_PLAIN, "validation_loss")}),
+        **with_null(settings),
         "heads": solution.layer.heads,
         "widths": dict(zip(("d1", "d2", "d3", "p"), problem.widths, strict=True)),
         "sequences": len(layout.queries),
@@ -317,8 +308,8 @@ def _document(
         },
         "threads": torch.get_num_threads(),
         "device": str(problem.like.device),
-        "start_losses": list(_with_null(dict(enumerate(solution.start_losses))).values()),
-        "history": [_with_null(row) for row in solution.history.to_dicts()],
+        "start_losses": with_null(solution.start_losses),
+        "history": with_null(solution.history.to_dicts()),
     }
 
 
@@ -330,26 +321,8 @@ def _read_layer(
     return load_layer(path)
 
 
-def _with_null(row: Mapping[Any, Any]) -> dict[Any, Any]:
-    """JSON has neither NaN nor infinity; only a radius is infinite."""
-    return {
-        name: None if isinstance(v, float) and not math.isfinite(v) else v
-        for name, v in row.items()
-    }
-
-
-def _number(value: Any) -> Any:
-    return math.nan if value is None else value
-
-
 def _reference(around: Proximity) -> AttentionLayer:
     if around.around_layer:
         return around.reference
     X, Y = around.reference
     return MapAttention(X) if Y is None else BilinearAttention(X, Y)
-
-
-def _with_nan(row: Mapping[str, Any]) -> dict[str, Any]:
-    names = {field.name for field in fields(Record)} - {"ratio", "validation", "bound"}
-    values = dict.fromkeys(names, math.nan) | {"radius": math.inf}
-    return {name: values.get(name) if v is None else v for name, v in row.items()}

@@ -167,19 +167,27 @@ def recorded_file(provenance: Provenance, source: str | Path | None = None) -> A
         ValueError: its content has changed.
         OSError: it cannot be opened.
     """
-    place = provenance.source if source is None else source
+    return unchanged_file(provenance.source if source is None else source, provenance.sha256)
+
+
+def unchanged_file(place: str | Path, sha256: str) -> ArrayFile:
+    """The data of a fit at a place, known by their hash.
+
+    Raises:
+        FileNotFoundError, ValueError, OSError: as for `recorded_file`.
+    """
     try:
         file = open_arrays(place)
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"The data of this fit are not at {place}; give their place with --source (sha256 "
-            f"{provenance.sha256[:12]}...)."
+            f"{sha256[:12]}...)."
         ) from error
     found = file.sha256()
-    if found != provenance.sha256:
+    if found != sha256:
         raise ValueError(
             f"{file.label} is not the file of this fit, or has changed since: its sha256 is "
-            f"{found[:12]}..., that of the fit's data {provenance.sha256[:12]}....  Restore it, "
+            f"{found[:12]}..., that of the fit's data {sha256[:12]}....  Restore it, "
             "give its place with --source, or fit again."
         )
     return file

@@ -174,9 +174,9 @@ def _snapshots(
 
 def _first_members(objective: Objective, theta: Tensor) -> Members:
     """The start, solved for its quadratic part."""
-    solved = objective.solved(theta)
+    solved, loss = objective.solved(theta)
     if solved is not theta:
-        better = objective.loss(solved) <= objective.loss(theta)
+        better = loss <= objective.loss(theta)
         theta = torch.where(better[:, None], solved, theta)
     zero = torch.zeros_like(objective.energy)
     no = torch.zeros_like(zero, dtype=torch.bool)
@@ -275,8 +275,8 @@ def _try(
     """Try one step: the members' new state, what to record, and who moved."""
     moves = step.step.shape[-1]
     moved_part = at.theta[:, :moves] + step.step / model.root
-    theta = objective.solved(torch.cat([moved_part, at.theta[:, moves:]], 1))
-    change = model.loss - objective.loss(theta)
+    theta, loss = objective.solved(torch.cat([moved_part, at.theta[:, moves:]], 1))
+    change = model.loss - loss
     gain = ratio(change, step.decrease)
     success = accepted(change, step.decrease, model.noise)
     invisible = success & (step.decrease <= model.noise)

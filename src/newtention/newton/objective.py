@@ -57,9 +57,11 @@ class Objective(ABC):
         full: who gets the full Hessian rather than the Gauss-Newton matrix.
         """
 
-    def solved(self, theta: Float[Tensor, "b N"]) -> Float[Tensor, "b N"]:
-        """theta with the best trailing entries; theta itself where there are none."""
-        return theta
+    def solved(
+        self, theta: Float[Tensor, "b N"]
+    ) -> tuple[Float[Tensor, "b N"], Float[Tensor, " b"]]:
+        """theta with the best trailing entries (theta itself where there are none), its loss."""
+        return theta, self.loss(theta)
 
     def near(self, theta: Float[Tensor, "b N"]) -> Self:
         """The same objective in units that suit the neighbourhood of a point; see `log_unit`."""

@@ -10,13 +10,18 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from newtention.chunks import Chunk, reduce
-from newtention.derivatives.gradient import data_loss
+from newtention.derivatives.gradient import data_loss, data_loss_at
 from newtention.derivatives.hessian import second_order
+from newtention.derivatives.linearised import Linearised
+from newtention.derivatives.penalty import penalty
 from newtention.layers import AttentionMap, Bilinear
 from newtention.newton.globalise import loss_noise
 from newtention.newton.objective import Derivatives, Objective
-from newtention.newton.varpro import eliminate_output, project
+from newtention.newton.varpro import OutputMap, eliminate_output
 from newtention.problem import AttentionProblem
+
+KEPT = 1 << 25
+"""Bytes of attention weights kept between a projection and the loss at its result."""
 
 L = TypeVar("L", Bilinear, AttentionMap)
 
@@ -44,15 +49,18 @@ class ProblemLoss(Objective, Generic[L]):
 class ProjectedLoss(ProblemLoss[Bilinear]):
     """f(X) = min_Y L(X, Y); theta is the flat vector of (X, Y), and steps move X."""
 
-    def solved(self, theta: Float[Tensor, "b N"]) -> Float[Tensor, "b N"]:
-        """theta with the best Y for its X, the nearest to the given one of several."""
-        X, Y = self.layer.unpack(theta)
-        return self.layer.pack(X, project(self.problem, X, Y))
+    def solved(
+        self, theta: Float[Tensor, "b N"]
+    ) -> tuple[Float[Tensor, "b N"], Float[Tensor, " b"]]:
+        """theta with the best Y for its X, the nearest to the given one of several; its loss."""
+        point = Linearised.at(self.problem, self.layer, theta, KEPT)
+        output = OutputMap.at(point, penalty(self.problem, self.layer))
+        solved = point.with_output(output.solved(theta))
+        return solved.theta, data_loss_at(solved) + self._penalty(solved.theta)
 
     def loss(self, theta: Float[Tensor, "b N"]) -> Float[Tensor, " b"]:
         """Data loss and regulariser."""
-        penalty = self.problem.quadratic.value(*self.layer.unpack(theta))
-        return data_loss(self.problem, self.layer, theta) + penalty
+        return data_loss(self.problem, self.layer, theta) + self._penalty(theta)
 
     def derivatives(self, theta: Float[Tensor, "b N"], full: Bool[Tensor, " b"]) -> Derivatives:
         """Gradient and Hessian from the exact blocks, Y eliminated."""
@@ -60,9 +68,12 @@ class ProjectedLoss(ProblemLoss[Bilinear]):
         share = None if bool(full.all()) else full.to(self.energy.dtype)
         loss, GX, GY, blocks = second_order(self.problem, X, Y, share)
         reduced = eliminate_output(blocks, GX, GY)
-        data = (loss - self.problem.quadratic.value(X, Y)).clamp(min=0)
+        data = (loss - self._penalty(theta)).clamp(min=0)
         noise = loss_noise(loss, data, self.energy)
         return Derivatives(loss, noise, reduced.gradient, reduced.hessian)
+
+    def _penalty(self, theta: Float[Tensor, "b N"]) -> Float[Tensor, " b"]:
+        return self.problem.quadratic.value(*self.layer.unpack(theta))
 
 
 def curvature_unit(problem: AttentionProblem, energy: Float[Tensor, " b"]) -> Float[Tensor, " b"]:

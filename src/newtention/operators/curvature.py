@@ -26,6 +26,9 @@ class CurvatureOperator(Displayed):
 
     Products take NumPy arrays and torch tensors and return the same kind, in the problem's dtype.
     One product costs about two gradients and no more memory than one.
+
+    weights: the point, of a problem.
+    kind: "full" or "gauss-newton".
     """
 
     weights: Weights

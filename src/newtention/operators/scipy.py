@@ -27,6 +27,12 @@ class ScipyProblem(NamedTuple):
 
     Pass as ``minimize(s.fun, s.x0, jac=s.jac, hess=s.hess, method="trust-exact")`` or with
     ``hessp=s.hessp`` for matrix-free methods.
+
+    fun: the loss at theta (N,).
+    jac: its gradient (N,) there.
+    hess: its Hessian (N, N); raises a ValueError for a factored layer, which has `hessp` alone.
+    hessp: its Hessian times a vector, both (N,).
+    x0: the start (N,).
     """
 
     fun: Callable[[np.ndarray], float]
@@ -52,6 +58,9 @@ def to_scipy(
         start: (X, Y), X, a Solution or a layer for x0; by default the start that `solve` would
             use with this seed.
         seed: of the random start.
+
+    Returns:
+        `fun`, `jac`, `hess`, `hessp` and `x0` on flat NumPy vectors (N,).
 
     Raises:
         ValueError: a stack of problems, or a start of the wrong shape.

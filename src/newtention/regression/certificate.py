@@ -163,6 +163,9 @@ def certify_softmax(
         rescaled: which of the two losses.
         kind: u of the rescaled form.
 
+    Returns:
+        The verdict and the numbers behind it; `print` gives sentences to quote.
+
     Raises:
         ValueError: shapes that do not fit, NaN or infinity, a setting out of range.
         TypeError: arrays of the wrong kind or of mixed kinds.

@@ -26,13 +26,12 @@ from newtention.regression.arguments import (
     warn_unmatched,
 )
 from newtention.regression.rescaled import Kind, RescaledLoss
-from newtention.regression.result import SoftmaxRegression
+from newtention.regression.result import Form, SoftmaxRegression
 from newtention.regression.rows import Rows
 from newtention.regression.softmax import SoftmaxLoss
+from newtention.regression.starts import starting_points
 from newtention.solution import TABLE_HEADER, History, Record, Status, table_row
 
-START_SCALE = 1.0
-"""Root mean square of the centred logits of a random start."""
 _TILES = 4
 _VECTORS = 12
 """Intermediates of a tile, and vectors of n numbers."""
@@ -66,7 +65,9 @@ def softmax_regression(
         rescaled: which of the two.
         kind: u of the rescaled form, "exp", "sinh" or "cosh".  For "sinh" x = 0 is the global
             minimum, of loss 0: only local ones near a start are of interest.
-        start: (d,), the first of the starts; by default x = 0, or a random one if rescaled.
+        start: (d,), the first of the starts.  By default x = 0; rescaled, a fit of A x to ln b for
+            "exp", else a random one.  A rescaled start with logits beyond 16 that fits poorly is
+            halved until its loss rises.
         n_init: number of starts, solved as one batch; the best is returned.  Random ones have
             centred logits of root mean square 1.
         tol: bound on the Newton decrement relative to the size of the loss, as for
@@ -155,6 +156,31 @@ def regression_bytes(problems: int, members: int, n: int, d: int, itemsize: int)
     return int(itemsize * count) + WORKSPACE
 
 
+def objective_at(rows: Rows, x: Float[Tensor, "b d"], form: Form) -> SoftmaxLoss | RescaledLoss:
+    """The loss of all members, in units that suit the neighbourhood of x."""
+    return SoftmaxLoss.of(rows) if form == "softmax" else RescaledLoss.at(form, rows, x)
+
+
+def hessian_at(
+    A: Float[Tensor, "n d"],
+    b: Float[Tensor, " n"],
+    x: Float[Tensor, " d"],
+    ridge: float,
+    form: Form,
+) -> Float[Tensor, "d d"]:
+    """The Hessian of one problem's loss, ridge included; infinite where it overflows.
+
+    Raises:
+        MemoryError: it does not fit into free memory.
+    """
+    n, d = A.shape
+    needed = regression_bytes(1, 1, n, d, A.element_size())
+    require_memory(f"the Hessian of {d} unknowns", needed, A.device, "there is no smaller form.")
+    objective = objective_at(stacked([A], [b], ridge, 1), x[None], form)
+    full = torch.ones(1, dtype=torch.bool, device=A.device)
+    return objective.derivatives(x[None], full).hessian[0] * objective.log_unit.exp()
+
+
 class _Ended(NamedTuple):
     """Where every member of a batch stopped, why, and its records."""
 
@@ -182,10 +208,8 @@ def _fit(
         'multiple_softmax_regression(..., method="newton-cg") of one query forms no matrix.',
     )
     rows = stacked(designs, targets, settings.ridge, n_init)
-    x = _starts(rows, starts, settings)
-    objective = (
-        RescaledLoss.at(settings.kind, rows, x) if settings.rescaled else SoftmaxLoss.of(rows)
-    )
+    x = starting_points(rows, starts, settings)
+    objective = objective_at(rows, x, settings.kind if settings.rescaled else "softmax")
     ended = _run(objective, x, settings, began)
     results = _results(objective.near(ended.x), ended, settings, began)
     results = [_presented(r, len(b), numpy) for r, b in zip(results, targets, strict=True)]
@@ -193,29 +217,6 @@ def _fit(
         for result in results:
             print(f"\n{result.summary()}")
     return results
-
-
-def _starts(
-    rows: Rows, given: Sequence[Float[Tensor, " d"] | None], settings: Settings
-) -> Float[Tensor, "b d"]:
-    """Given ones or 0 first, then random ones with centred logits of size START_SCALE."""
-    d = rows.A.shape[2]
-    if not settings.rescaled:
-        given = [rows.A.new_zeros(d) if start is None else start for start in given]
-    x = []
-    for k, start in enumerate(given):
-        for r in range(settings.n_init):
-            if start is not None and r == 0:
-                x.append(start)
-                continue
-            # Seeded by the start alone, so that a batch gives what single fits give.
-            generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + r)
-            direction = torch.randn(d, generator=generator, dtype=torch.float64).to(rows.A)
-            real = rows.A[k] if rows.real is None else rows.A[k][rows.real[k]]
-            size = (real @ direction).std(correction=0)
-            usable = bool(size > 0) and bool(torch.isfinite(size))
-            x.append(direction * (START_SCALE / size) if usable else torch.zeros_like(direction))
-    return torch.stack(x)
 
 
 def _run(objective: Objective, x: Tensor, settings: Settings, began: float) -> _Ended:

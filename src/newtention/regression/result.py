@@ -25,6 +25,11 @@ class SoftmaxRegression(Displayed):
     relative_loss: data loss over 1/2 ||b||^2 (the data loss itself for b = 0); rescaled, over
         1/2 ||u(A x)||^2.
     form: "softmax", or u of the rescaled form.
+    data_loss, penalty: the parts of the loss.
+    status: why the run ended.
+    iterations: of the start that won.
+    tol: the tolerance that was applied.
+    history: a `Record` of the start and of every iteration.
     start_losses: final loss of every start of `n_init`, in order; this one is the lowest.
     seconds: wall time of the whole call.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -38,9 +39,10 @@ class Fits(NamedTuple):
     def of(
         cls, problem: AttentionProblem, Y: ArrayLike | None, tol: float | None, max_iter: int
     ) -> Fits:
-        """Check what the fits need; the problem is known to have one sequence."""
+        """Check what the fits need."""
         require_count("max_iter", max_iter, 0)
-        if bool((problem.chunks[0].weight == 0).any()):
+        weights = problem.rows_from_chunks([c.weight[..., None] for c in problem.chunks])
+        if bool((_real(problem, weights[..., 0]) == 0).any()):
             raise ValueError("query_weights must be positive: a query of weight 0 selects nothing.")
         precise = problem.with_regularizer(None).cast(torch.float64)
         if problem.of_maps:
@@ -92,15 +94,17 @@ class Look(NamedTuple):
 
 
 def look_at(fits: Fits, X: Tensor, wanted: Int[Tensor, " n"]) -> Look:
-    """The logits of all queries, in tiles."""
+    """The logits of all queries, in tiles.
+
+    wanted: their keys, in the layout of the problem's rows.
+    """
     w = fits.weights(X)
 
     def rows(tile: Chunk) -> Float[Tensor, "1 s n 2"]:
         heads = w.layer.qkv(tile, w.theta)
         assert heads.k is not None
         logits = attention_logits(heads.q, heads.k, tile.bias, tile.allowed)[:, :, 0]
-        first, n = tile.mask.first_row, logits.shape[-2]
-        key = wanted[first : first + n].to(logits.device)[None, None, :, None]
+        key = tile.B.to(torch.int64)
         own = logits.gather(-1, key)[..., 0]
         rival = logits.scatter(-1, key, -torch.inf).amax(-1)
         lead = torch.where(rival == -torch.inf, torch.inf, own - rival)
@@ -108,7 +112,32 @@ def look_at(fits: Fits, X: Tensor, wanted: Int[Tensor, " n"]) -> Look:
         entropy = -torch.where(logs == -torch.inf, 0.0, logs.exp() * logs).sum(-1)
         return torch.stack([lead, entropy], -1)
 
-    (chunk,) = fits.problem.chunks
-    table = map_rows(chunk, rows, forward_elements(fits.problem, w.layer))[0, 0]
+    elements = forward_elements(fits.problem, w.layer)
+    chunks = with_keys(fits.problem, wanted)
+    found = [map_rows(chunk, rows, elements) for chunk in chunks]
+    table = _real(fits.problem, fits.problem.rows_from_chunks(found))
     leads, entropies = table.unbind(-1)
     return Look(float(leads.min()), float((leads > 0).double().mean()), float(entropies.mean()))
+
+
+def with_keys(problem: AttentionProblem, wanted: Int[Tensor, "*rows"]) -> list[Chunk]:
+    """The chunks with every query's wanted key in place of its target, 0 in padded rows."""
+    layout = problem.layout
+    if layout.kind == "padded":
+        rows = [row[:n] for row, n in zip(wanted, layout.queries, strict=True)]
+    else:
+        rows = list(wanted.split(layout.queries))
+    chunks = []
+    for places, chunk in zip(layout.order, problem.chunks, strict=True):
+        keys = chunk.weight.new_zeros(*chunk.weight.shape, 1)
+        for place, i in enumerate(places):
+            keys[0, place, : len(rows[i]), 0] = rows[i].to(keys)
+        chunks.append(replace(chunk, B=keys))
+    return chunks
+
+
+def _real(problem: AttentionProblem, rows: Tensor) -> Tensor:
+    """Rows in the layout of the problem, without padding and one sequence after the other."""
+    if problem.layout.kind != "padded":
+        return rows
+    return torch.cat([row[:n] for row, n in zip(rows, problem.layout.queries, strict=True)])

@@ -12,22 +12,19 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from newtention.chunks import Chunk
 from newtention.notation import Array, ArrayLike
 from newtention.problem import AttentionProblem
 from newtention.regularisation.fits import Fits, look_at
 from newtention.regularisation.result import RegularisationPath
-from newtention.selection import (
-    allowed_pairs,
-    angle_between,
-    as_selection,
-    only_sequence,
-    selected_tokens,
-)
+from newtention.selection import angle_between, selected_tokens
 from newtention.solution import Solution, Status
-from newtention.svm import AttentionSVM, attention_svm
+from newtention.svm import AttentionSVM
+from newtention.svm.sequences import Part, as_selection, as_selections, parts_of
+from newtention.svm.solve import svm_of
 
 DECADES = 13
 """Ridges of the default path: a power of ten and the twelve below it."""
@@ -49,13 +46,13 @@ def regularisation_path(
     """Fit X under a ridge that falls, each fit started from the ones before.
 
     Args:
-        problem: one sequence for one head, of attention maps or with values.  Its own regulariser
-            is left out of account.
+        problem: one or several sequences for one head, of attention maps or with values.  Its own
+            regulariser is left out of account.
         ridges: decreasing positive numbers, ridge / 2 ||X||_F^2 each; by default the power of ten
             nearest to scale^2 times the mean squares of the entries of the queries and of the
             centred keys (1 for standard normal tokens), and the twelve powers below it.
-        selected: (n,) wanted keys; by default the largest entry of every row of the maps, or the
-            key whose value is the target.
+        selected: wanted keys, one for every query, numbered within its sequence; by default the
+            largest entry of every row of the maps, or the key whose value is the target.
         Y: (d3, p), the value map, which is kept fixed; for a problem with values only.
         start: X or a Solution to begin from at the first ridge; 0 by default.
         tol: as for `solve`; by default a fit's is lowered with the ridge, so that an error of
@@ -63,18 +60,20 @@ def regularisation_path(
         max_iter: iteration limit of each fit.
         svm: the attention SVM of the wanted keys, if it is known already.
 
+    Returns:
+        Fits, losses, norms and angles to the SVM, by ridge; `print` gives a table.
+
     Raises:
-        ValueError: several sequences or heads, a stack, ridges that do not decrease, query weights
-            of 0, wanted keys that are not given and not unique, shapes that do not fit.
+        ValueError: several heads, a stack, ridges that do not decrease, query weights of 0, wanted
+            keys that are not given and not unique, shapes that do not fit.
         TypeError: arrays or a problem of the wrong kind.
     """
     _require_problem(problem)
-    sequence = only_sequence("regularisation_path", problem)
     fits = Fits.of(problem, Y, tol, max_iter)
     steps = _as_ridges(ridges, fits.problem)
     wanted = _wanted(problem, fits, selected)
     if svm is None:
-        svm = attention_svm(sequence.queries, sequence.keys, wanted, mask=sequence.mask)
+        svm = svm_of(problem, wanted)
     _require_svm(svm)
     found = [] if start is None else [fits.as_X(getattr(start, "X", start))]
     solutions: list[Solution] = []
@@ -98,7 +97,10 @@ def _require_problem(problem: object) -> None:
     if problem.parts:
         raise ValueError("regularisation_path takes one problem, not a stack.")
     if problem.bias_heads is not None:
-        raise ValueError(f"bias must be for one head; found {problem.bias_heads} heads.")
+        raise ValueError(
+            f"bias must be for one head; found {problem.bias_heads} heads.  Heads act through the "
+            "sum of their outputs, and no theorem says where each of them goes."
+        )
 
 
 def _require_svm(svm: object) -> None:
@@ -114,7 +116,7 @@ def _collected(
     ridges: list[float],
     found: list[Tensor],
     solutions: list[Solution],
-    wanted: Int[Tensor, " n"],
+    wanted: Int[Tensor, "*rows"],
     svm: AttentionSVM,
 ) -> RegularisationPath:
     """The result, with the user's kind of arrays."""
@@ -152,9 +154,10 @@ def _collected(
 def _as_ridges(ridges: ArrayLike | None, problem: AttentionProblem) -> list[float]:
     """The user's, checked, or the default ones."""
     if ridges is None:
-        (chunk,) = problem.chunks
-        queries, keys = chunk.queries, chunk.A2[0, 0]
-        unit = float(queries.square().mean() * (keys - keys.mean(0)).square().mean())
+        parts = parts_of(problem)
+        queries = torch.cat([part.A1 for part in parts])
+        keys = torch.cat([part.A2 - part.A2.mean(0) for part in parts])
+        unit = float(queries.square().mean() * keys.square().mean())
         top = round(math.log10(unit)) if 0 < unit < math.inf else 0
         return [10.0 ** (top - i) for i in range(DECADES)]
     values = np.asarray(ridges.cpu() if isinstance(ridges, Tensor) else ridges, dtype=np.float64)
@@ -168,30 +171,53 @@ def _as_ridges(ridges: ArrayLike | None, problem: AttentionProblem) -> list[floa
     return values.tolist()
 
 
-def _wanted(problem: AttentionProblem, fits: Fits, selected: ArrayLike | None) -> Int[Tensor, " n"]:
-    """The selection asked for, or the one that the targets show."""
-    (chunk,) = problem.chunks
-    n, m = chunk.A1.shape[2], chunk.A2.shape[2]
-    allowed = allowed_pairs(chunk)
+def _wanted(
+    problem: AttentionProblem, fits: Fits, selected: ArrayLike | None
+) -> Int[Tensor, "*rows"]:
+    """The selection asked for, or the one that the targets show; -1 in padded rows."""
+    parts, layout = parts_of(problem), problem.layout
     if selected is not None:
-        return as_selection(selected, n, m, allowed)
-    B = chunk.B[0, 0]
-    if problem.of_maps:
-        top = B.amax(-1, keepdim=True)
-        matches, what = top == B, "largest entry of its map"
+        rows = as_selections(problem, parts, selected)
     else:
-        assert fits.Y is not None
-        values = chunk.A3[0, 0] @ fits.Y.to(B)
-        rounding = SAME_VALUE * torch.finfo(B.dtype).eps * torch.linalg.vector_norm(values, dim=-1)
-        exact = "donot_use_mm_for_euclid_dist"  # products would cancel
-        distances = torch.cdist(B, values, compute_mode=exact)
-        matches, what = distances <= rounding, "value equal to its target"
-        if allowed is not None:
-            matches &= allowed
-    unique = matches.sum(-1) == 1
-    if not bool(unique.all()):
-        j = int((~unique).nonzero()[0])
+        rows = [torch.empty(0)] * len(parts)
+        for places, chunk in zip(layout.order, problem.chunks, strict=True):
+            for place, i in enumerate(places):
+                matches = _matches(chunk.sequence(place), parts[i], fits.Y)
+                where = "" if layout.kind == "single" else f" of sequence {i}"
+                rows[i] = _unique(matches, problem.of_maps, where)
+                n, m = matches.shape
+                as_selection(rows[i], n, m, parts[i].allowed, where)
+    if layout.kind != "padded":
+        return torch.cat(rows)
+    whole = torch.full((len(rows), layout.padded), -1)
+    for line, row in zip(whole, rows, strict=True):
+        line[: len(row)] = row
+    return whole
+
+
+def _matches(chunk: Chunk, part: Part, Y: Float[Tensor, "d3 p"] | None) -> Bool[Tensor, "n m"]:
+    """Keys that the targets of a sequence show to be wanted.
+
+    The largest entries of a map, or the keys whose value is the target.
+    """
+    n, m = len(part.A1), len(part.A2)
+    B = chunk.B[0, 0, :n]
+    if Y is None:
+        return B[:, :m].amax(-1, keepdim=True) == B[:, :m]
+    values = chunk.A3[0, 0, :m] @ Y.to(B)
+    rounding = SAME_VALUE * torch.finfo(B.dtype).eps * torch.linalg.vector_norm(values, dim=-1)
+    exact = "donot_use_mm_for_euclid_dist"  # products would cancel
+    matches = torch.cdist(B, values, compute_mode=exact) <= rounding
+    return matches if part.allowed is None else matches & part.allowed
+
+
+def _unique(matches: Bool[Tensor, "n m"], maps: bool, where: str) -> Int[Tensor, " n"]:
+    """The only match of every row."""
+    counts = matches.sum(-1)
+    if bool((counts != 1).any()):
+        j = int((counts != 1).nonzero()[0])
+        what = "largest entry of its map" if maps else "value equal to its target"
         raise ValueError(
-            f"selected must be given: query {j} has {int(matches[j].sum())} keys with the {what}."
+            f"selected must be given: query {j}{where} has {int(counts[j])} keys with the {what}."
         )
-    return as_selection(matches.to(torch.int64).argmax(-1), n, m, allowed)
+    return matches.to(torch.int64).argmax(-1).cpu()

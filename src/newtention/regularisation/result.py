@@ -30,7 +30,7 @@ class RegularisationPath(Displayed):
         another key has the largest logit, infinite where no query has a second key.
     shares: (k,), share of the queries whose wanted key is the selected one.
     statuses: how the fits ended.
-    selected: (n,), the wanted keys.
+    selected: the wanted keys, in the layout of the problem's rows; -1 in padded ones.
     svm: the attention SVM of the wanted keys, scale and mask counted.
     last: the selection of the last fit, with its own SVM.
     """
@@ -72,9 +72,12 @@ class RegularisationPath(Displayed):
 
     @property
     def wrong(self) -> tuple[int, ...]:
-        """Queries whose selected key, at the last ridge, is not the wanted one, ties included."""
+        """Queries whose selected key, at the last ridge, is not the wanted one, ties included.
+
+        Rows of all sequences, one after the other, padding not counted.
+        """
         right = (self.last.keys == self.selected) & (self.last.margins > 0)
-        return tuple(np.flatnonzero(~np.asarray(_floats(right), dtype=bool)).tolist())
+        return tuple(np.flatnonzero(~self._real(right).astype(bool)).tolist())
 
     @property
     def ended(self) -> str:
@@ -84,18 +87,22 @@ class RegularisationPath(Displayed):
             return f"{where} every wanted key is selected."
         shown = ", ".join(map(str, self.wrong[:_SHOWN])) + ", ..." * (len(self.wrong) > _SHOWN)
         where += f" the selection is wrong in rows {shown} ({len(self.wrong)} of "
-        where += f"{len(self.selected)})"
+        where += f"{len(self._real(self.selected))})"
         if self.svm.infeasible:
             return f"{where}: no X selects every wanted key."
         if self.statuses[-1] not in (Status.CONVERGED, Status.STALLED):
             return f"{where}; the fit ended before it converged."
-        least = min(float(self.last.weights[j]) for j in self.wrong)
+        least = float(self._real(self.last.weights)[list(self.wrong)].min())
         if least < DIVIDED:
             return f"{where}: a local minimum where a query gives no key more than {least:.2f}."
         where += ": a local minimum with another selection"
         if self.last.angle is None:
             return f"{where}."
         return f"{where}, {self.last.angle:.3g} degrees from the SVM of that selection."
+
+    def _real(self, rows: Array) -> np.ndarray:
+        """Entries without padding."""
+        return np.asarray(_floats(rows))[np.asarray(_floats(self.selected)) >= 0]
 
     def summary(self) -> str:
         """A table of the fits and what they show, for a terminal."""

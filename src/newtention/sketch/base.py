@@ -91,6 +91,9 @@ class Sketch(ABC):
     Arrays may be torch or NumPy and come back as such; float32 and float64 are kept, other real
     types are promoted with a warning.  Every method raises a ValueError for a wrong shape and for
     NaN or infinity, and a TypeError for complex numbers, mixed dtypes or devices.
+
+    n1, n2: rows of the two factors.
+    size: rows of S.
     """
 
     n1: int

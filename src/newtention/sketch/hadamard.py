@@ -35,9 +35,15 @@ def hadamard(N: int, like: Tensor) -> Float[Tensor, "N N"]:
 
 
 def walsh_hadamard(X: ArrayLike) -> Array:
-    """H_N X, (N, c), for X (n, c) padded by rows of zeros to N = 2^k, in O(N log N) per column.
+    """H_N X for X padded by rows of zeros to N = 2^k, in O(N log N) per column.
 
     H_N is a Kronecker product of small Hadamard matrices: one batched matrix product for each.
+
+    Args:
+        X: (n, c).
+
+    Returns:
+        An array (N, c).
 
     Raises:
         TypeError, ValueError: X is not a finite real matrix.

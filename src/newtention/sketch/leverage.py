@@ -56,7 +56,13 @@ def orthonormal_bases(arrays: Mapping[str, tuple[ArrayLike, int | None]]) -> lis
 
 
 def leverage_scores(A: ArrayLike) -> Array:
-    """Leverage score of each row, (n,), between 0 and 1; they sum to the rank.
+    """Leverage score of each row, between 0 and 1; they sum to the rank.
+
+    Args:
+        A: (n, d), of any rank.
+
+    Returns:
+        An array (n,).
 
     Raises:
         TypeError, ValueError: A is not a finite real matrix.

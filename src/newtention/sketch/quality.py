@@ -30,6 +30,7 @@ _TIMED = 3
 class Calibration:
     """The size that a kind of sketch needs on given factors, as measured.
 
+    kind: of sketch, by name.
     size: rows.
     rate: share of the draws at this size whose distortion exceeds epsilon; at most delta.
     interval: Clopper-Pearson interval of the probability of that, of 95 percent at one given size.
@@ -93,6 +94,9 @@ def distortion(sketch: Sketch | Distribution, A1: ArrayLike, A2: ArrayLike | Non
         A1: (n1, d1).
         A2: (n2, d2); may be omitted where n2 = 1.
 
+    Returns:
+        0 where S keeps all lengths on the columns; 1 or more where it loses rank.
+
     Raises:
         TypeError, ValueError: wrong shapes, or a factor is not a finite real matrix, or zero.
     """
@@ -126,6 +130,9 @@ def calibrate(
         delta: rate of failure allowed, between 0 and 1; resolved to 1 / draws.
         draws: sketches drawn at each size.
         seed: of the first draw.
+
+    Returns:
+        The size, with the rate of failure measured there and its confidence interval.
 
     Raises:
         TypeError, ValueError: an argument is out of range, or a factor is not a finite real matrix,

@@ -60,6 +60,9 @@ def size_for(
         n1: rows of A1; only the SRHT kinds depend on it.
         n2: rows of A2.
 
+    Returns:
+        Rows, at least 1.
+
     Raises:
         TypeError, ValueError: an argument is missing or out of range.
     """
@@ -85,6 +88,16 @@ def size_after_transform(
     ||z||^2 z z^T) over its rows z, X = z1 z1^T (x) z2 z2^T - I has mean 0, ||X|| <=
     max(L1 L2 - 1, 1) and ||E X^2|| = v1 v2 - 1: bernstein, or chernoff with L = L1 L2.  The signs
     do not depend on the size, so that it may be chosen after them.
+
+    Args:
+        A1: (n1, d1).
+        A2: (n2, d2).
+        epsilon: distortion of the Gram matrix, between 0 and 1.
+        delta: probability of failure, between 0 and 1.
+        seed: of the signs.
+
+    Returns:
+        Rows, at least 1.
 
     Raises:
         TypeError, ValueError: as in `size_for`; a factor is not a finite real matrix, or zero.

@@ -37,7 +37,7 @@ def obvious_conflict(tokens: Tokens) -> Conflict | None:
     zero = np.asarray(~tokens.A1.any(1))
     shared = np.bincount(keys)[keys[tokens.selected]] > 1
     for j in np.flatnonzero(zero | shared):
-        others = _others(tokens, int(j))
+        others = tokens.rivals(int(j))
         if not zero[j]:
             others &= keys == keys[tokens.selected[j]]
         if others.any():
@@ -76,7 +76,7 @@ def _within_a_query(tokens: Tokens) -> Conflict | None:
     seen: set[tuple[int, bytes]] = set()
     smallest: Conflict | None = None
     for j, t in enumerate(tokens.selected.tolist()):
-        rivals = _others(tokens, j)
+        rivals = tokens.rivals(j)
         if (t, rivals.tobytes()) in seen or not rivals.any():
             continue
         if len(seen) == _QUERIES:
@@ -211,20 +211,12 @@ def _opposite(tokens: Tokens, group: np.ndarray) -> Pairs | None:
     """Two pairs of equal queries that each prefer their own key to the other's."""
     if len(set(tokens.selected[group].tolist())) < 2:
         return None
-    others = {int(j): _others(tokens, int(j)) for j in group}
+    others = {int(j): tokens.rivals(int(j)) for j in group}
     for i in others:
         for j in others:
             if others[i][tokens.selected[j]] and others[j][tokens.selected[i]]:
                 return np.array([[i, tokens.selected[j]], [j, tokens.selected[i]]])
     return None
-
-
-def _others(tokens: Tokens, j: int) -> np.ndarray:
-    """(m,) booleans: the rivals of query j's selected key."""
-    allowed = tokens.allowed(slice(j, j + 1))
-    rivals = np.ones(len(tokens.A2), bool) if allowed is None else allowed[0].copy()
-    rivals[tokens.selected[j]] = False
-    return rivals
 
 
 def _groups(A: np.ndarray) -> np.ndarray:

@@ -9,11 +9,13 @@ solvers want it.
 
 from __future__ import annotations
 
+from bisect import bisect
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from newtention.masks import Mask
 
@@ -25,17 +27,33 @@ Pairs = Int[np.ndarray, "c 2"]
 """Rows (query, key)."""
 
 
+class Block(NamedTuple):
+    """One sequence's rows among all queries and among all keys, and its mask."""
+
+    queries: slice
+    keys: slice
+    mask: Mask
+
+    def allowed(self, rows: slice) -> np.ndarray | None:
+        """(rows, keys) booleans for rows of the block, or None where every pair is allowed."""
+        count = rows.stop - rows.start
+        rule = self.mask.rows(rows.start, rows.stop)
+        found = rule.allowed(count, self.keys.stop - self.keys.start, torch.device("cpu"))
+        return None if found is None else found[0, 0].expand(count, -1).numpy()
+
+
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """Queries, keys, one selected key per query, and which pairs are allowed.
+    """Queries and keys of all sequences, one selected key per query, and which pairs are allowed.
 
-    A1: (n, d1).  A2: (m, d2).  selected: (n,), t(j).  mask: of one sequence.
+    A1: (n, d1).  A2: (m, d2).  selected: (n,), t(j), a row of A2.
+    blocks: the sequences, in order; a query's rivals are keys of its own.
     """
 
     A1: Float[np.ndarray, "n d1"]
     A2: Float[np.ndarray, "m d2"]
     selected: Int[np.ndarray, " n"]
-    mask: Mask
+    blocks: tuple[Block, ...]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -51,29 +69,39 @@ class Tokens:
             rival: (n,), the allowed key k != t(j) of the largest logit.
             margin: (n,), the selected key's logit minus the rival's; infinite without a rival.
         """
-        n, m = len(self.A1), len(self.A2)
+        n = len(self.A1)
         rival, margin = np.zeros(n, np.int64), np.full(n, np.inf)
         projected = self.A1 @ X
-        step = max(1, TILE // m)
-        for start in range(0, n, step):
-            rows = slice(start, min(n, start + step))
-            logits = projected[rows] @ self.A2.T
-            at, t = np.arange(len(logits)), self.selected[rows]
-            own = logits[at, t]
-            allowed = self.allowed(rows)
-            if allowed is not None:
-                logits[~allowed] = -np.inf
-            logits[at, t] = -np.inf
-            rival[rows] = logits.argmax(1)
-            margin[rows] = own - logits[at, rival[rows]]
+        for block in self.blocks:
+            first, keys = block.queries.start, self.A2[block.keys]
+            step = max(1, TILE // len(keys))
+            for start in range(first, block.queries.stop, step):
+                rows = slice(start, min(block.queries.stop, start + step))
+                logits = projected[rows] @ keys.T
+                at, t = np.arange(len(logits)), self.selected[rows] - block.keys.start
+                own = logits[at, t]
+                allowed = block.allowed(slice(rows.start - first, rows.stop - first))
+                if allowed is not None:
+                    logits[~allowed] = -np.inf
+                logits[at, t] = -np.inf
+                best = logits.argmax(1)
+                rival[rows] = block.keys.start + best
+                margin[rows] = own - logits[at, best]
         return rival, margin
 
-    def allowed(self, rows: slice) -> np.ndarray | None:
-        """(rows, m) booleans, or None where every pair is allowed."""
-        count = rows.stop - rows.start
-        rule = self.mask.rows(rows.start, rows.stop)
-        found = rule.allowed(count, len(self.A2), torch.device("cpu"))
-        return None if found is None else found[0, 0].expand(count, -1).numpy()
+    def block_of(self, j: int) -> int:
+        """The number of query j's sequence."""
+        return bisect([block.queries.start for block in self.blocks], j) - 1
+
+    def rivals(self, j: int) -> Bool[np.ndarray, " m"]:
+        """The other keys that query j may attend to, among all keys."""
+        block = self.blocks[self.block_of(j)]
+        row = j - block.queries.start
+        allowed = block.allowed(slice(row, row + 1))
+        found = np.zeros(len(self.A2), bool)
+        found[block.keys] = True if allowed is None else allowed[0]
+        found[self.selected[j]] = False
+        return found
 
     def sides(self, pairs: Pairs) -> tuple[Float[np.ndarray, "c d1"], Float[np.ndarray, "c d2"]]:
         """The two factors of the features: a1_j and a2_t(j) - a2_k."""
@@ -111,8 +139,8 @@ class Tokens:
 class Reduced:
     """The same problem in the coordinates that matter.
 
-    Features lie in (row space of A1) x (span of the differences of A2's rows).  The part of X
-    outside changes no constraint and only adds to either norm, so an optimum has none: with
+    Features lie in (row space of A1) x (span of the differences of keys of one sequence).  The part
+    of X outside changes no constraint and only adds to either norm, so an optimum has none: with
     orthonormal bases U1, U2 of the two spaces, X = U1 Z U2^T / scale and ||X|| = ||Z|| / scale.
 
     tokens: scaled by powers of two to entries of at most 1, then projected.
@@ -139,7 +167,8 @@ class Reduced:
 def reduce(tokens: Tokens) -> Reduced:
     """Scale and project; directions with no more than rounding in them are dropped."""
     a = _power_of_two(tokens.A1)
-    centred = tokens.A2 - tokens.A2.mean(0)  # differences stay, and lose less to cancellation
+    # Differences stay, and lose less to cancellation.
+    centred = np.concatenate([tokens.A2[b.keys] - tokens.A2[b.keys].mean(0) for b in tokens.blocks])
     b = _power_of_two(centred)
     A1, U1 = _project(tokens.A1 / a)
     A2, U2 = _project(centred / b)

@@ -35,7 +35,8 @@ class SvmStatus(Enum):
 class Conflict:
     """Pairs (j, k) whose constraints contradict each other.
 
-    pairs: (c, 2), query and key.  Query j is to prefer its selected key to key k.
+    pairs: (c, 2), query and key; of several sequences (c, 3), sequence, query and key within it.
+        Query j is to prefer its selected key to key k.
     selected: (c,), the selected key of each pair's query.
     weights: (c,), positive, of sum 1: sum_c weights_c f_c = 0, so that no X has all f_c . X > 0.
     residual: ||sum y f||_F / sum y ||f||_F as computed: an X of Frobenius norm below
@@ -55,8 +56,10 @@ class Conflict:
     def summary(self) -> str:
         """Which tokens, in sentences."""
         rows = list(zip(self.pairs.tolist(), self.selected.tolist(), strict=True))
-        queries = {j for (j, _), _ in rows}
-        parts = [f"query {j} selects key {t} over key {k}" for (j, k), t in rows[:_SHOWN]]
+        queries = {tuple(query) for (*query, _), _ in rows}
+        parts = [
+            f"{_named(query)} selects key {t} over key {k}" for (*query, k), t in rows[:_SHOWN]
+        ]
         more = f"; and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
         few = "that cannot be thinned out" if self.irreducible else "perhaps more than needed"
         how = "proved"
@@ -98,11 +101,14 @@ class AttentionSVM(Displayed):
     gap: objective / lower_bound - 1; 0 if both are 0, infinite if nothing is known.
     violation: the largest violation of any constraint by X as returned, slack counted; 0 but for
         rounding.
-    support: (s, 2), pairs (query, key) with a positive multiplier: the support tokens.
+    support: (s, 2), pairs (query, key) with a positive multiplier: the support tokens; of several
+        sequences (s, 3), (sequence, query, key).
     duals: (s,), their multipliers; in the Frobenius norm X = sum duals_c f_c.
-    slack: (n,), xi_j >= 0, one for each query; None for the hard margin.
+    slack: (n,), xi_j >= 0, one for each query, in the shape of `selected`, 0 in padded rows; None
+        for the hard margin.
     active: pairs in the last program, of all n (m - 1).
     rounds: programs solved.
+    status: why it ended; `message` says it in full.
     conflict: pairs that contradict each other, where there is no X.
     """
 
@@ -165,7 +171,7 @@ class AttentionSVM(Displayed):
         if self.X is None or self.status is SvmStatus.NO_CONSTRAINTS:
             return {}
         kind = "Frobenius" if self.norm == "frobenius" else "nuclear"
-        queries = len(set(self.support[:, 0].tolist()))
+        queries = len({tuple(query) for *query, _ in self.support.tolist()})
         gap = f"at most {max(self.gap, 0.0):.1e} of it above the smallest (duality gap)"
         facts = {
             "Margin": f"{self.margin:.6g} in the {kind} norm",
@@ -213,3 +219,9 @@ class AttentionSVM(Displayed):
     def __str__(self) -> str:
         """The summary."""
         return self.summary()
+
+
+def _named(query: list[int]) -> str:
+    """(j) or (sequence, j) in words."""
+    *sequence, j = query
+    return f"query {j}" + "".join(f" of sequence {i}" for i in sequence)

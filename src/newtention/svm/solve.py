@@ -1,9 +1,9 @@
-"""`attention_svm`: from the user's arrays to a result, and what is checked on the way back."""
+"""`attention_svm`: from the user's arrays, or a problem, to a result."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,18 +12,28 @@ from torch import Tensor
 
 from newtention.inputs import (
     as_batch_masks,
-    as_integers,
     as_tensors,
     require_count,
     require_shape,
     shape_text,
 )
 from newtention.masks import Mask
-from newtention.notation import ArrayLike
+from newtention.notation import Array, ArrayLike
+from newtention.problem import AttentionProblem
+from newtention.svm.certified import certified, infeasible, without_constraints
 from newtention.svm.conflicts import obvious_conflict
-from newtention.svm.generation import Generated, Objective, generate
+from newtention.svm.generation import Objective, generate
 from newtention.svm.pairs import TILE, Tokens, reduce
-from newtention.svm.result import AttentionSVM, Conflict, Norm, SvmStatus
+from newtention.svm.result import AttentionSVM, Norm
+from newtention.svm.sequences import (
+    Part,
+    as_selection,
+    as_selections,
+    in_layout,
+    joined,
+    parts_of,
+    presented,
+)
 
 NUCLEAR_MOST = 64
 """Largest d1 + d2, after the reduction to the tokens' ranks, for the semidefinite program."""
@@ -38,6 +48,10 @@ def attention_svm(
     mask: ArrayLike | str | None = None,
     soft: float | None = None,
     *,
+    offsets: ArrayLike | None = None,
+    key_offsets: ArrayLike | None = None,
+    lengths: ArrayLike | None = None,
+    key_lengths: ArrayLike | None = None,
     tol: float | None = None,
     max_rounds: int = 500,
 ) -> AttentionSVM:
@@ -51,20 +65,28 @@ def attention_svm(
         min  1/2 ||X||_F^2 + C sum_j xi_j   (nuclear norm: ||X||_* + C sum_j xi_j)
         s.t. (a2_t(j) - a2_k)^T X^T a1_j >= 1 - xi_j,  xi_j >= 0.
 
+    Several sequences share X: each brings its own constraints, between keys of its own.
+
     Constraints are generated as they are violated; logits are evaluated in tiles.  Computed in
     float64 on the CPU.  For float32 input X is rounded to float32 such that the constraints hold
     for the rounded X, as far as float32 resolves them.
 
     Args:
-        A1: (n, d1) query tokens.
-        A2: (m, d2) key tokens.
-        selected: (n,) integers, t(j): the key that query j is to select.
+        A1: (n, d1) query tokens, of one sequence or of several with offsets; or (s, n, d1).
+        A2: (m, d2) or (s, m, d2) key tokens.
+        selected: (n,) or (s, n) integers, t(j): the key that query j is to select, numbered within
+            its sequence.
         norm: "frobenius" or "nuclear", the sum of singular values.  The nuclear norm is solved as a
             semidefinite program and needs d1 + d2 of at most 64 after reduction to the ranks of the
             tokens.
-        mask: (n, m) booleans, True where attention is allowed, or "causal", or None.
+        mask: (n, m) booleans, True where attention is allowed, or "causal", or None; of several
+            sequences as for `AttentionProblem` and `AttentionProblem.from_ragged`.
         soft: C > 0 for the soft margin, None for the hard one.  A C that is larger by many orders
             than 1 / ||a1||^2 ||a2||^2 is hard on the solver; `gap` says what was reached.
+        offsets: of 2-D arrays: first row of each sequence in A1, and the number of rows.
+        key_offsets: the same for A2, if it differs.
+        lengths: (s,) of 3-D arrays: real queries of each sequence; what follows is padding.
+        key_lengths: the same for keys, if it differs.
         tol: relative duality gap to reach; default 1e-9, with slack 1e-8, for the nuclear norm
             1e-7.
         max_rounds: programs to solve at most.
@@ -90,23 +112,73 @@ def attention_svm(
                [ 0.5, -0.5]])
     """
     tensors, numpy = as_tensors({"A1": A1, "A2": A2})
+    several = {
+        "offsets": offsets,
+        "key_offsets": key_offsets,
+        "lengths": lengths,
+        "key_lengths": key_lengths,
+    }
+    given = {name: value for name, value in several.items() if value is not None}
     like = tensors["A1"]
     tol = _checked_settings(norm, soft, tol, max_rounds)
-    tokens = _checked_tokens(tensors["A1"], tensors["A2"], selected, mask)
+    if like.ndim == 3 or given:
+        a1, a2 = (t.numpy() if numpy else t for t in tensors.values())
+        problem = _sequences(a1, a2, mask, given)
+        return svm_of(problem, selected, norm, soft, tol, max_rounds)
+    part = _one_sequence(tensors["A1"], tensors["A2"], mask)
+    t = as_selection(selected, len(part.A1), len(part.A2), None)
+    tokens = joined([part], [t])
+    _require_allowed(tokens)
 
-    def present(a: np.ndarray | None) -> Any:
-        if a is None:
-            return None
+    def present(a: np.ndarray) -> Array:
         t = torch.from_numpy(np.ascontiguousarray(a))
         t = t.to(like.device, like.dtype if t.is_floating_point() else t.dtype)
         return t.cpu().numpy() if numpy else t
 
+    return presented(_solved(tokens, like.dtype, norm, soft, tol, max_rounds), present)
+
+
+def svm_of(
+    problem: AttentionProblem,
+    selected: ArrayLike,
+    norm: Norm = "frobenius",
+    soft: float | None = None,
+    tol: float = DEFAULT_TOL["frobenius"],
+    max_rounds: int = 500,
+) -> AttentionSVM:
+    """The attention SVM of a problem's sequences; scale and forbidden pairs count, values do not.
+
+    selected: in the layout of the problem's rows, keys numbered within their sequence.
+
+    Raises:
+        ValueError, TypeError: as for `attention_svm`.
+    """
+    parts, like = parts_of(problem), problem.like
+    tokens = joined(parts, as_selections(problem, parts, selected))
+    result = _solved(tokens, like.dtype, norm, soft, tol, max_rounds)
+
+    def present(a: np.ndarray) -> Array:
+        t = torch.from_numpy(np.ascontiguousarray(a))
+        return problem.present(t.to(like.device, like.dtype if t.is_floating_point() else t.dtype))
+
+    return presented(in_layout(result, tokens, problem.layout), present)
+
+
+def _solved(
+    tokens: Tokens,
+    dtype: torch.dtype,
+    norm: Norm,
+    soft: float | None,
+    tol: float,
+    max_rounds: int,
+) -> AttentionSVM:
+    """The result with NumPy arrays, pairs being rows of all queries and of all keys."""
     _, margin = tokens.scan(np.zeros(tokens.shape))
     if not np.isfinite(margin).any():
-        return _presented(_without_constraints(tokens, norm, soft), present)
+        return without_constraints(tokens, norm, soft)
     conflict = obvious_conflict(tokens) if soft is None else None
     if conflict is not None:
-        return _presented(_infeasible(tokens, norm, conflict, 0, 0), present)
+        return infeasible(tokens, norm, conflict, 0, 0)
     reduced = reduce(tokens)
     scale = reduced.scale
     if not 1e-140 < scale < 1e140:
@@ -124,126 +196,9 @@ def attention_svm(
     cap = None if soft is None else soft * scale**power
     found = generate(reduced.tokens, tokens, Objective(norm, cap), tol, max_rounds)
     if found.X is None and found.conflict is not None:
-        result = _infeasible(tokens, norm, found.conflict, found.active, found.rounds)
-        return _presented(result, present)
+        return infeasible(tokens, norm, found.conflict, found.active, found.rounds)
     X = None if found.X is None else reduced.back(found.X)
-    return _presented(_certified(tokens, X, found, norm, soft, scale, tol, like.dtype), present)
-
-
-def _certified(
-    tokens: Tokens,
-    X: np.ndarray | None,
-    found: Generated,
-    norm: Norm,
-    soft: float | None,
-    scale: float,
-    tol: float,
-    dtype: torch.dtype,
-) -> AttentionSVM:
-    """All numbers of the result, from X, the multipliers and the tokens as given."""
-    objective = Objective(norm, soft)
-    y = found.y / scale ** (2 if norm == "frobenius" else 1)
-    lower = objective.lower(tokens, found.pairs, y)
-    slack, upper, size, violation = None, math.inf, math.inf, math.inf
-    if X is not None:
-        X = _rounded(X, dtype)
-        margin = tokens.scan(X)[1]
-        nothing = np.where(np.isinf(margin), np.inf, 0.0)  # the margins of X = 0
-        if soft is not None and objective.upper(0.0 * X, nothing) <= objective.upper(X, margin):
-            X, margin = 0.0 * X, nothing
-        for _ in range(4):
-            least = float(margin.min())
-            if soft is not None or least >= 1.0 or least <= 0.0:
-                break
-            X = _rounded(X * ((1.0 + torch.finfo(dtype).eps) / least), dtype)
-            margin = tokens.scan(X)[1]
-        violation = max(0.0, 1.0 - float(margin.min()))
-        size = float(np.linalg.norm(X, "nuc" if norm == "nuclear" else "fro"))
-        upper = size
-        if soft is not None:
-            slack, violation = np.maximum(1.0 - margin, 0.0), 0.0
-            upper = objective.upper(X, margin)
-    gap = upper / lower - 1.0 if lower > 0 else (0.0 if upper == 0 else math.inf)
-    status = found.status
-    if status is SvmStatus.SOLVED and gap > 10 * tol + 10 * torch.finfo(dtype).eps:
-        status = SvmStatus.INACCURATE
-    return AttentionSVM(
-        X=X,
-        norm=norm,
-        soft=soft,
-        margin=1.0 / size if size > 0 else math.inf,
-        objective=upper,
-        lower_bound=lower,
-        gap=gap,
-        violation=violation,
-        support=found.pairs,
-        duals=y,
-        slack=slack,
-        active=found.active,
-        rounds=found.rounds,
-        status=status,
-    )
-
-
-def _infeasible(
-    tokens: Tokens, norm: Norm, conflict: Conflict, active: int, rounds: int
-) -> AttentionSVM:
-    weights = np.asarray(conflict.weights)
-    bound = Objective(norm, None).lower(tokens, np.asarray(conflict.pairs), weights)
-    return AttentionSVM(
-        X=None,
-        norm=norm,
-        soft=None,
-        margin=0.0,
-        objective=math.inf,
-        lower_bound=math.inf if conflict.proved else bound,
-        gap=math.inf,
-        violation=math.inf,
-        support=np.zeros((0, 2), np.int64),
-        duals=np.zeros(0),
-        slack=None,
-        active=active,
-        rounds=rounds,
-        status=SvmStatus.INFEASIBLE,
-        conflict=conflict,
-    )
-
-
-def _without_constraints(tokens: Tokens, norm: Norm, soft: float | None) -> AttentionSVM:
-    return AttentionSVM(
-        X=np.zeros(tokens.shape),
-        norm=norm,
-        soft=soft,
-        margin=math.inf,
-        objective=0.0,
-        lower_bound=0.0,
-        gap=0.0,
-        violation=0.0,
-        support=np.zeros((0, 2), np.int64),
-        duals=np.zeros(0),
-        slack=None if soft is None else np.zeros(len(tokens.A1)),
-        active=0,
-        rounds=0,
-        status=SvmStatus.NO_CONSTRAINTS,
-    )
-
-
-def _presented(result: AttentionSVM, present: Any) -> AttentionSVM:
-    """The same with the user's kind of arrays."""
-    conflict = result.conflict
-    if conflict is not None:
-        arrays = {
-            name: present(getattr(conflict, name)) for name in ("pairs", "selected", "weights")
-        }
-        conflict = replace(conflict, **arrays)
-    names = ("X", "support", "duals", "slack")
-    arrays = {name: present(getattr(result, name)) for name in names}
-    return replace(result, conflict=conflict, **arrays)
-
-
-def _rounded(X: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-    """X as it will be returned, in float64."""
-    return torch.from_numpy(X).to(dtype).double().numpy()
+    return certified(tokens, X, found, norm, soft, scale, tol, dtype)
 
 
 def _checked_settings(norm: object, soft: object, tol: object, max_rounds: object) -> float:
@@ -264,36 +219,41 @@ def _checked_settings(norm: object, soft: object, tol: object, max_rounds: objec
     return DEFAULT_TOL["soft" if soft is not None and norm == "frobenius" else str(norm)]
 
 
-def _checked_tokens(
-    A1: Tensor, A2: Tensor, selected: ArrayLike, mask: ArrayLike | str | None
-) -> Tokens:
-    """The problem in NumPy and float64."""
+def _sequences(A1: Array, A2: Array, mask: Any, given: Mapping[str, Any]) -> AttentionProblem:
+    """Several sequences as a problem; what it is to attend to does not matter here."""
+    ragged = {"offsets", "key_offsets"} & given.keys()
+    if ragged and {"lengths", "key_lengths"} & given.keys():
+        raise ValueError("offsets= are for 2-D arrays, lengths= for 3-D ones; found both.")
+    if "key_offsets" in given and "offsets" not in given:
+        raise ValueError("offsets= must be given beside key_offsets=.")
+    B = np.zeros((*A1.shape[:-1], 1), str(A1.dtype).removeprefix("torch."))
+    C = np.zeros((*A2.shape[:-1], 1), B.dtype)
+    targets, values = (
+        t if isinstance(A1, np.ndarray) else torch.from_numpy(t).to(A1.device) for t in (B, C)
+    )
+    if ragged:
+        return AttentionProblem.from_ragged(A1, targets, keys=A2, values=values, mask=mask, **given)
+    return AttentionProblem(A1, A2, values, targets, mask=mask, **given)
+
+
+def _one_sequence(A1: Tensor, A2: Tensor, mask: ArrayLike | str | None) -> Part:
     for name, t in (("A1", A1), ("A2", A2)):
         require_shape(name, t, (None, None), "tokens x width")
         if t.numel() == 0:
             raise ValueError(f"{name} must not be empty; found {shape_text(t.shape)}.")
-    n, m = len(A1), len(A2)
-    t = as_integers("selected", selected)
-    require_shape("selected", t, (n,), "one key per query")
-    out = (t < 0) | (t >= m)
-    if bool(out.any()):
-        j = int(out.nonzero()[0])
-        raise ValueError(
-            f"selected[{j}] must be the index of a key, from 0 to {m - 1}; found {int(t[j])}."
-        )
-    explicit, causal = as_batch_masks(mask, (), n, m, torch.device("cpu"))
+    explicit, causal = as_batch_masks(mask, (), len(A1), len(A2), torch.device("cpu"))
     rule = Mask(causal=causal, explicit=None if explicit is None else explicit[None])
-    tokens = Tokens(_plain(A1), _plain(A2), t.numpy(), rule)
-    _require_allowed(tokens)
-    return tokens
+    return Part(A1, A2, rule)
 
 
 def _require_allowed(tokens: Tokens) -> None:
+    """Raise ValueError for a selected key that the mask of the only sequence forbids."""
+    (block,) = tokens.blocks
     n, m = len(tokens.A1), len(tokens.A2)
     step = max(1, TILE // m)
     for start in range(0, n, step):
         rows = slice(start, min(n, start + step))
-        allowed = tokens.allowed(rows)
+        allowed = block.allowed(rows)
         if allowed is None:
             continue
         own = allowed[np.arange(len(allowed)), tokens.selected[rows]]
@@ -309,7 +269,3 @@ def _require_allowed(tokens: Tokens) -> None:
             f"selected[{start + at}] must be a key that the query may attend to; the mask forbids "
             f"key {int(tokens.selected[start + at])}."
         )
-
-
-def _plain(t: Tensor) -> np.ndarray:
-    return np.ascontiguousarray(t.cpu().double().numpy())

@@ -1,0 +1,1 @@
+"""Problems x methods x seeds, every run in a process of its own."""

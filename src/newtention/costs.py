@@ -23,9 +23,9 @@ FACTORISATIONS = 3
 FULL_PRODUCTS, GAUSS_NEWTON_PRODUCTS = 5, 8
 """Products of an iteration of "sketched" and "newton-cg"."""
 SKETCHED_ITERATIONS, CG_ITERATIONS = 1.4, 20.0
-"""Iterations of these methods for each of "newton": the one of "sketched" from good starts, which also
-suits the packaged head (docs/choices.md); the one of "newton-cg" from random starts (from good ones
-it is 3)."""
+"""Iterations of these methods for each of "newton": the one of "sketched" from good starts, which
+also suits the packaged head (docs/choices.md); the one of "newton-cg" from random starts (from good
+ones it is 3)."""
 SINGLE = 0.5
 """float32 work relative to that of float64."""
 

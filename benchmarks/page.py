@@ -99,8 +99,8 @@ def _opening(data: Mapping[str, Any]) -> list[str]:
         "Newtention beside what one would otherwise use, on one machine. This page is made from "
         "the records of the runs, its sentences as well as its numbers:",
         f"    make {target}\n    python -m benchmarks.page {folder}",
-        "Where it shows fewer problems, seeds or methods than that target runs, `--problem`, `--seeds` "
-        "and `--method` of `python -m benchmarks --only comparison` have chosen them.",
+        "Where it shows fewer problems, seeds or methods than that target runs, `--problem`, "
+        "`--seeds` and `--method` of `python -m benchmarks --only comparison` have chosen them.",
         f"{where['cpu']}, {where['cores']} cores, {memory:.0f} GiB of memory; {versions}. "
         f"Load average when it began: {where['load_average'][0]:.1f}.",
     ]

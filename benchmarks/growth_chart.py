@@ -1,4 +1,4 @@
-"""The chart of `growth`: seconds and peak memory of a product against the length."""
+"""The chart of `growth`: processor seconds and peak memory of a product against the length."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ def growth_chart(data: dict) -> Figure:
         drawn.append(family[name])
         runs = [run for run in method["runs"] if run["outcome"] == DONE]
         lengths = [run["n"] for run in runs]
-        for axes, column in zip(panels, ("seconds", "peak_mib"), strict=True):
+        for axes, column in zip(panels, ("cpu_seconds", "peak_mib"), strict=True):
             axes.plot(lengths, [run[column] for run in runs], label=name, **style)
-    for axes, label in zip(panels, ("seconds of a product", "peak memory, MiB"), strict=True):
+    for axes, label in zip(
+        panels, ("processor seconds of a product", "peak memory, MiB"), strict=True
+    ):
         plain(axes)
         axes.set(xscale="log", yscale="log", xlabel="tokens of the sequence", ylabel=label)
         axes.set_xticks(data["lengths"], map(str, data["lengths"]))

@@ -278,7 +278,7 @@ def attention_weights(
     count = len(problem.layout.queries)
     if not 0 <= sequence < count:
         raise IndexError(f"sequence must lie between 0 and {count - 1}; found {sequence}.")
-    w = as_weights(problem, X, Y)
+    w = as_weights(problem, X, Y, needs_Y=False)
     chunk, place = next(
         (c, places.index(sequence))
         for c, places in zip(problem.chunks, problem.layout.order, strict=True)

@@ -20,7 +20,6 @@ from newtention.layers import AttentionMap, Bilinear
 from newtention.masks import Mask
 from newtention.notation import Array, ArrayLike
 from newtention.problem import AttentionProblem
-from newtention.solution import Solution
 from newtention.svm import AttentionSVM
 from newtention.svm.sequences import as_selection
 from newtention.svm.solve import svm_of
@@ -112,7 +111,7 @@ class SelectedTokens(Displayed):
 
 
 def selected_tokens(
-    problem: AttentionProblem, X: Point | Solution, Y: ArrayLike | None = None
+    problem: AttentionProblem, X: Point, Y: ArrayLike | None = None
 ) -> SelectedTokens:
     """Per query the key with the largest logit among the allowed ones.
 
@@ -131,7 +130,7 @@ def selected_tokens(
         raise ValueError(
             "selected_tokens takes one problem; use it on each of the stack's `parts`."
         )
-    w = as_weights(problem, X.layer) if isinstance(X, Solution) else as_weights(problem, X, Y)
+    w = as_weights(problem, X, Y, needs_Y=False)
     chunks = problem.chunks
     elements = forward_elements(problem, w.layer)
     found = [map_rows(chunk, lambda tile: _selection(tile, w), elements) for chunk in chunks]

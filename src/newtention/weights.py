@@ -25,8 +25,8 @@ from newtention.notation import Array, ArrayLike
 from newtention.problem import AttentionProblem
 from newtention.solution import Solution
 
-Point = ArrayLike | AttentionLayer
-"""What functions take as weights: X (with Y beside it) or a layer."""
+Point = ArrayLike | AttentionLayer | Solution
+"""What functions take as weights: X (with Y beside it), a layer or a Solution."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,20 +70,28 @@ class Weights:
         return self.problem.present(t if self.problem.parts else t[0])
 
 
-def as_weights(problem: AttentionProblem, X: Point, Y: ArrayLike | None = None) -> Weights:
-    """Check X (and Y, zero if absent) or a layer against the problem.
+def as_weights(
+    problem: AttentionProblem, X: Point, Y: ArrayLike | None = None, needs_Y: bool = True
+) -> Weights:
+    """Check X and Y, a layer or a Solution against the problem.
+
+    needs_Y: whether X alone is an error; otherwise Y is zero there.
 
     Shapes: X (d1, d2) and Y (d3, p) for one head, (h, d1, d2) and (h, d3, p) for several; a stack
     of problems adds a leading axis.  Attention maps have X (d1, d2) alone.
 
     Raises:
-        ValueError: shapes that do not fit, NaN or infinity.
+        ValueError: shapes that do not fit, NaN or infinity, no Y.
     """
+    if isinstance(X, Solution):
+        X = X.layer
     if isinstance(X, AttentionLayer):
         weights = _layer_weights(problem, X, Y)
     elif problem.of_maps:
         weights = _map_weights(problem, X, Y)
     else:
+        if Y is None and needs_Y:
+            raise ValueError("Y is missing: X needs its value map beside it; or give a layer.")
         weights = _bilinear_weights(problem, X, Y)
     heads = problem.fixed_heads
     if heads is not None and heads != weights.layer.heads:
@@ -172,7 +180,8 @@ def start_weights(problem: AttentionProblem, start: object) -> Weights:
         start = tuple(start)
     if isinstance(start, tuple) and len(start) != 2:
         raise ValueError(f"start must be (X, Y), X or a layer; found {len(start)} parts.")
-    w = as_weights(problem, *start) if isinstance(start, tuple) else as_weights(problem, start)
+    parts = start if isinstance(start, tuple) else (start,)
+    w = as_weights(problem, *parts, needs_Y=False)
     if not bool(torch.isfinite(data_loss(problem, w.layer, w.theta)).all()):
         raise ValueError("start must have a finite loss; its logits or outputs overflow.")
     return w

@@ -154,3 +154,23 @@ def test_scipy_start_has_the_heads_of_the_problem():
         s = nt.to_scipy(case.problem())
         assert len(s.x0) == case.X.numel() + case.Y.numel()
         assert s.fun(s.x0) > 0
+
+
+def test_X_alone_is_an_error_where_Y_counts():
+    A = np.eye(3)
+    problem = nt.AttentionProblem(A, A, A, A)
+    X = np.zeros((3, 3))
+    for f in (nt.loss, nt.gradient, nt.hessian, nt.predict, nt.certify, nt.check_derivatives):
+        with pytest.raises(ValueError, match="Y is missing"):
+            f(problem, X)
+    assert nt.attention_weights(problem, X).shape == (3, 3)
+
+
+def test_a_solution_stands_for_its_weights():
+    rng = np.random.default_rng(0)
+    A, B = rng.standard_normal((2, 12, 2))
+    problem = nt.AttentionProblem(A, A, A, B, regularizer=nt.Ridge(0.1, 0.1))
+    solution = nt.solve(problem)
+    assert nt.loss(problem, solution) == nt.loss(problem, solution.X, solution.Y)
+    assert np.array_equal(nt.predict(problem, solution), nt.predict(problem, solution.layer))
+    assert nt.certify(problem, solution).distance == nt.certify(problem, solution.layer).distance

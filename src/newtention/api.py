@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, get_args
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +19,7 @@ from newtention.checkpoint import (
 )
 from newtention.compression import keep_heads, truncate
 from newtention.derivatives.products import Kind
-from newtention.inputs import require_count
+from newtention.inputs import require_count, require_positive
 from newtention.layers import (
     AttentionLayer,
     AttentionMap,
@@ -140,7 +138,7 @@ class Options:
             require_count("Options(sketch_size=)", self.sketch_size, 1)
         _require_word("Options(sketch=)", self.sketch, ("tensor-srht", "leverage", "none"))
         for name in ("start_scale", "metric_floor", "curvature_share"):
-            _require_positive(f"Options({name}=)", getattr(self, name))
+            require_positive(f"Options({name}=)", getattr(self, name))
         if self.curvature_share > 1:
             raise ValueError(
                 f"Options(curvature_share=) must be at most 1; found {self.curvature_share}."
@@ -308,9 +306,9 @@ class _Settings:
         require_count("seed", self.seed, 0)
         _require_word("method", self.method, get_args(Method))
         if self.max_seconds is not None and self.max_seconds != 0:
-            _require_positive("max_seconds", self.max_seconds, finite=False)
+            require_positive("max_seconds", self.max_seconds, finite=False)
         if self.tol is not None:
-            _require_positive("tol", self.tol)
+            require_positive("tol", self.tol)
         if self.validation is not None and not isinstance(self.validation, AttentionProblem):
             raise TypeError(
                 f"validation must be an AttentionProblem; found {type(self.validation).__name__}."
@@ -575,11 +573,3 @@ def _require_word(name: str, value: object, words: Sequence[str]) -> None:
     if value not in words:
         listed = " or ".join(f'"{word}"' for word in words)
         raise ValueError(f"{name} must be {listed}; found {value!r}.")
-
-
-def _require_positive(name: str, value: float, finite: bool = True) -> None:
-    number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-    if not number or not value > 0 or (finite and not math.isfinite(value)):
-        raise ValueError(
-            f"{name} must be a positive{' finite' if finite else ''} number; found {value!r}."
-        )

@@ -23,7 +23,7 @@ from torch import Tensor
 from newtention.api import Options, solve_many
 from newtention.display import Displayed, Table
 from newtention.functions import sample_queries
-from newtention.inputs import as_like, require_count, shape_text
+from newtention.inputs import as_like, require_count, require_positive, shape_text
 from newtention.newton.starts import START_SCALE, logit_spread, random_start
 from newtention.problem import AttentionProblem
 from newtention.solution import Solution
@@ -119,7 +119,6 @@ def basin_hopping(
     rounds: int = 25,
     max_seconds: float | None = None,
     sample_rows: int | None = None,
-    heads: int = 1,
     seed: int = 0,
     callback: Callable[[Round], object] | None = None,
     tol: float | None = None,
@@ -139,11 +138,10 @@ def basin_hopping(
         max_seconds: time limit for the search, checked after each round; the last fits come on top.
         sample_rows: query rows of the sample; by default those that give six equations for each
             unknown.
-        heads: of the layer.
         seed: of the sample, the starts and the disturbances.
         callback: called with a `Round` after each; raise StopIteration to stop.
         tol: of the last fits, as for `solve`.
-        options: of all fits, as for `solve`; without heads, ranks or frozen blocks.
+        options: of all fits, as for `solve`, without ranks or frozen blocks; heads= is the layer's.
 
     Returns:
         The best fit, and what was found on the way.
@@ -160,7 +158,9 @@ def basin_hopping(
         True
     """
     began = time.perf_counter()
-    known = _checked(problem, start, members, rounds, max_seconds, sample_rows, heads, callback)
+    _check(problem, members, rounds, max_seconds, sample_rows, callback)
+    heads = problem.fixed_heads or (options and options.heads) or 1
+    known = _known(problem, start, heads)
     generator = torch.Generator().manual_seed(require_count("seed", seed, 0))
     rows = _sample(problem, heads, sample_rows, seed)
 
@@ -206,17 +206,14 @@ class _Minimum:
         return self.loss == 0 or self.relative_loss < EXACT * torch.finfo(self.X.dtype).eps
 
 
-def _checked(
+def _check(
     problem: AttentionProblem,
-    start: Solution | Sequence[Solution] | None,
     members: int,
     rounds: int,
     max_seconds: float | None,
     sample_rows: int | None,
-    heads: int,
     callback: Callable[[Round], object] | None,
-) -> list[Tensor]:
-    """Check the arguments; the X of the given fits."""
+) -> None:
     if not isinstance(problem, AttentionProblem):
         raise TypeError(f"problem must be an AttentionProblem; found {type(problem).__name__}.")
     if problem.parts:
@@ -226,14 +223,20 @@ def _checked(
             "basin_hopping fits a value map with X; this is a problem of attention maps: "
             "use solve(..., n_init=)."
         )
-    for name, value, least in (("members", members, 1), ("rounds", rounds, 0), ("heads", heads, 1)):
-        require_count(name, value, least)
+    require_count("members", members, 1)
+    require_count("rounds", rounds, 0)
     if sample_rows is not None:
         require_count("sample_rows", sample_rows, 1)
-    if max_seconds is not None and not 0 < max_seconds < math.inf:
-        raise ValueError(f"max_seconds must be a positive number or None; found {max_seconds}.")
+    if max_seconds is not None:
+        require_positive("max_seconds", max_seconds, finite=False)
     if callback is not None and not callable(callback):
         raise TypeError(f"callback must be callable; found {type(callback).__name__}.")
+
+
+def _known(
+    problem: AttentionProblem, start: Solution | Sequence[Solution] | None, heads: int
+) -> list[Float[Tensor, "h d1 d2"]]:
+    """The X of the given fits."""
     given = [start] if isinstance(start, Solution) else list(start or ())
     d1, d2, _, _ = problem.widths
     known = []

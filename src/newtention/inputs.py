@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -98,6 +99,15 @@ def require_count(name: str, value: object, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
         raise ValueError(f"{name} must be an integer of at least {least}; found {value!r}.")
     return int(value)
+
+
+def require_positive(name: str, value: float, finite: bool = True) -> None:
+    """Check a positive number, of Python or NumPy."""
+    number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    if not number or not value > 0 or (finite and not math.isfinite(value)):
+        raise ValueError(
+            f"{name} must be a positive{' finite' if finite else ''} number; found {value!r}."
+        )
 
 
 def as_boolean(name: str, array: ArrayLike, device: torch.device) -> Tensor:

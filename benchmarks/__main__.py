@@ -81,6 +81,16 @@ def main() -> None:
     threads = environment.set_threads()
     arguments.out.mkdir(parents=True, exist_ok=True)
     size = "quick" if arguments.quick else "full"
+    # The comparison's runs are many: some can be chosen, and those of an earlier call stay.
+    settings = {
+        "comparison": {
+            "folder": arguments.out,
+            "names": arguments.problem or (),
+            "methods": arguments.method or (),
+            "seconds": arguments.seconds,
+            "seeds": arguments.seeds,
+        }
+    }
     for name in arguments.only or BENCHMARKS:
         module = BENCHMARKS[name]
         fewer = getattr(module, "THREADS", threads)
@@ -94,17 +104,7 @@ def main() -> None:
         print(f"\n{name}: {module.__doc__.splitlines()[0]}", flush=True)
         where = environment.describe()
         began = time.perf_counter()
-        if module is comparison:  # its runs are many, and those of an earlier call stay
-            data = module.run(
-                size,
-                arguments.out,
-                arguments.problem or (),
-                arguments.method or (),
-                arguments.seconds,
-                arguments.seeds,
-            )
-        else:
-            data = module.run(size)
+        data = module.run(size, **settings.get(name, {}))
         record = {
             "size": size,
             "environment": where,

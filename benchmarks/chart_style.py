@@ -10,7 +10,7 @@ OTHERS = ("#2c3e50", "#2980b9", "#16a085", "#8e44ad", "#7f8c8d")
 FAINT = "#bdc3c7"
 
 
-def figure(title: str, width: float = 7.0, height: float = 4.2) -> tuple[Figure, Axes]:
+def one_panel(title: str, width: float = 7.0, height: float = 4.2) -> tuple[Figure, Axes]:
     whole = Figure(figsize=(width, height), layout="constrained")
     axes = whole.add_subplot()
     axes.set_title(title, loc="left")

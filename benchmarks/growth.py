@@ -20,11 +20,11 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 import numpy as np
-import psutil
 import torch
 
 from benchmarks.environment import set_threads
 from benchmarks.harness import Size, show, table
+from benchmarks.memory import forget_peak, peak_bytes, resident_bytes
 from benchmarks.product_peers import METHODS, Product, random_point
 
 SIZES: Mapping[str, dict] = {
@@ -81,15 +81,7 @@ def run(size: Size) -> dict:
 
 def measure(name: str, n: int, d: int, dtype: str, limits: Limits, folder: Path) -> dict:
     """One method at one length in a process of its own; its product goes into the folder."""
-    case = [
-        name,
-        str(n),
-        str(d),
-        dtype,
-        str(limits.seconds),
-        str(limits.gib),
-        str(_file(folder, name)),
-    ]
+    case = map(str, (name, n, d, dtype, limits.seconds, limits.gib, _file(folder, name)))
     failed = dict.fromkeys(FIGURES)
     try:
         child = subprocess.run(
@@ -136,7 +128,8 @@ def main(arguments: list[str]) -> None:
     build = METHODS[name].build
     build(random_point("layer", 1, 8, int(d), torch.float64))()  # libraries load at first use
     point = random_point("layer", 1, int(n), int(d), getattr(torch, dtype))
-    before = psutil.Process().memory_info().rss
+    forget_peak()
+    before = resident_bytes()
     try:
         product = build(point)
         times = [timed(product, Path(file))]
@@ -162,15 +155,6 @@ def timed(product: Product, file: Path | None = None) -> tuple[float, float]:
     if file is not None:
         np.save(file, result.detach().numpy())
     return seconds
-
-
-def peak_bytes() -> int:
-    """The most memory that this process has had resident, from the kernel.
-
-    Not ru_maxrss, which a child inherits from the process that starts it.
-    """
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
 
 
 def report(data: dict) -> str:

@@ -1,5 +1,7 @@
-"""Fits of attention maps: cost of the exact Hessian, how often a planted map is found, and how
-often a solved one is proved a local minimum."""
+"""Fits of attention maps: cost of the exact Hessian, planted maps found, local minima proved.
+
+How often a start finds the planted map, and how often a solved fit is proved a local minimum.
+"""
 
 from __future__ import annotations
 

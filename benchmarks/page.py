@@ -22,7 +22,7 @@ from benchmarks import charts
 from benchmarks.comparison import benchmark, prose
 from benchmarks.comparison.charts import curves_chart, profile_chart, seconds_chart
 from benchmarks.comparison.methods import GROUPS, METHODS
-from benchmarks.comparison.problems import PROBLEMS
+from benchmarks.comparison.problems import NEAR, PROBLEMS
 from benchmarks.comparison.race import FACTORS, LONGEST
 from benchmarks.comparison.tables import goal_rows, loss_rows, memory_rows
 
@@ -88,9 +88,8 @@ def blocks(data: Mapping[str, Any], others: Mapping[str, Any], draw: Draw) -> li
 
 
 def _opening(data: Mapping[str, Any]) -> list[str]:
-    size = data["records"].removeprefix("comparison-").removesuffix(".jsonl")
-    target = "bench" if size == "quick" else "bench-full"
-    folder = f"benchmarks/results/{size}"
+    target = "bench" if data["size"] == "quick" else "bench-full"
+    folder = f"benchmarks/results/{data['size']}"
     where = data["environment"]
     versions = ", ".join(f"{n} {v}" for n, v in where["versions"].items() if v is not None)
     memory = where["memory_bytes"] / 2**30
@@ -127,7 +126,6 @@ def _short(problems: Mapping[str, Mapping]) -> list[str]:
 
 def _measured(data: Mapping[str, Any]) -> list[str]:
     factors = FACTORS["planted"]
-    size = data["records"].removeprefix("comparison-").removesuffix(".jsonl")
     threads = int(data["environment"]["variables"]["OMP_NUM_THREADS"] or 1)
     return [
         "## How it is measured",
@@ -136,7 +134,8 @@ def _measured(data: Mapping[str, Any]) -> list[str]:
             scipy=factors["scipy"],
             first=factors["first-order"],
             head=FACTORS["head"]["scipy"],
-            longest=LONGEST[size],
+            longest=LONGEST[data["size"]],
+            near=100 * NEAR,
             beside=BESIDE.format(count=threads) if threads > 1 else "",
         ),
     ]
@@ -149,7 +148,7 @@ def _goal(problems: Mapping[str, Mapping], draw: Draw) -> list[str]:
     parts = ["## Time to a minimum", GOAL, *prose.compilation(planted)]
     parts.append(draw("seconds", seconds_chart(planted, TITLES)))
     for key, problem in planted.items():
-        parts.append(f"### {TITLES[key][0].upper()}{TITLES[key][1:]}")
+        parts.append(f"### {capitalised(TITLES[key])}")
         parts.append(markdown(*goal_rows(problem, "ours", "scipy", "autograd", "first-order")))
     return parts
 
@@ -170,7 +169,7 @@ def _loss(key: str, title: str, problem: Mapping, draw: Draw) -> list[str]:
     chart = draw(key, curves_chart(problem, columns))
     rows = loss_rows(problem, "ours", "scipy", "autograd", "first-order")
     sentences = " ".join(prose.equal_loss_sentences(problem))
-    words = f"{TITLES[key][0].upper()}{TITLES[key][1:]}. {LOSS[key]}"
+    words = f"{capitalised(TITLES[key])}. {LOSS[key]}"
     return [f"## {title}", words, chart, sentences, markdown(*rows)]
 
 
@@ -185,10 +184,11 @@ def _ablations(problems: Mapping[str, Mapping]) -> list[str]:
 
 
 def _other(name: str, title: str, record: Mapping[str, Any], draw: Draw) -> list[str]:
-    """A section of another benchmark: its first sentence, chart and table."""
+    """A section of another benchmark: its own command, first sentence, chart and table."""
     module = importlib.import_module(f"benchmarks.{name}")
     what = " ".join(module.__doc__.split(".")[0].split())
-    parts = [f"## {title}", f"`python -m benchmarks --only {name}`: {what}."]
+    quick = " --quick" if record["size"] == "quick" else ""
+    parts = [f"## {title}", f"`python -m benchmarks{quick} --only {name}`: {what}."]
     if name in charts.CHARTS:
         parts.append(draw(name.replace("_", "-"), charts.CHARTS[name](record["data"])))
     return [*parts, f"```text\n{module.report(record['data'])}\n```"]
@@ -207,10 +207,15 @@ def _settings(problems: Mapping[str, Mapping]) -> list[str]:
         mine = [row for row in rows if row[0] in names]
         if mine:
             parts += [
-                f"*{words[0].upper()}{words[1:]}*",
+                f"*{capitalised(words)}*",
                 markdown(["method", "on", "setting"], mine),
             ]
     return parts
+
+
+def capitalised(words: str) -> str:
+    """With a capital first, all else as it is."""
+    return words[0].upper() + words[1:]
 
 
 def wrapped(block: str) -> str:
@@ -235,11 +240,12 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 MEASURED = """\
 Every run is a process of its own with fixed numbers of threads: one for the planted
 problems{beside}, and all of them for the head and the layer. All methods minimise the same loss
-from the same start, the one that `solve` would take, Y (or W_O) already solved for. The order is
-rotated from seed to seed. A run ends when the norm of the gradient of (X, Y) is 1e-8, when the
-method's own rule says so, or when its time is over. Before the clock is set, the method runs on a
-small problem, so that libraries are loaded; JAX's compilation is timed apart and not counted.
-Looks at loss and gradient stop the clock, for everybody.
+from the same start: the one that `solve` would take on its own, with a *near* start the planted X
+disturbed by {near:g} % of its norm, Y solved for in both; for the layer its truncation, W_O solved
+for. The order is rotated from seed to seed. A run ends when the norm of the gradient of (X, Y) is
+1e-8, when the method's own rule says so, or when its time is over. Before the clock is set, the
+method runs on a small problem, so that libraries are loaded; JAX's compilation is timed apart and
+not counted. Looks at loss and gradient stop the clock, for everybody.
 
 The time allowed is a multiple of what our own solver took in a separate run on the same seed just
 before: {autograd:g} for methods on automatic differentiation, {scipy:g} for scipy, {first:g} for

@@ -42,7 +42,7 @@ def collect(file: Path) -> dict[str, Any]:
     """The summary of a file of records."""
     records = list(read(file))
     return {
-        "records": file.name,
+        "size": file.stem.removeprefix("comparison-"),
         "environment": next(r for r in reversed(records) if r["kind"] == "environment"),
         "summary": summarise(records, list(PROBLEMS)),
     }

@@ -9,11 +9,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.chart_style import FAINT, OURS, plain
-from benchmarks.comparison.methods import METHODS
+from benchmarks.comparison.methods import GROUP_OF
 from benchmarks.comparison.methods import OURS as OURSELVES
-from benchmarks.comparison.summary import GOAL
+from benchmarks.comparison.summary import CLOSE, GOAL
 
-GROUPS = {m.name: m.group for m in METHODS}
 LINES = {"scipy": "-", "autograd": "--", "first-order": ":", "ours": "-", "ablation": "-."}
 FARTHEST = 1e3
 """Right end of a profile."""
@@ -33,7 +32,10 @@ def profile_chart(data: Mapping) -> Figure:
     """Share of the cases solved against time over the least: two panels."""
     figure = Figure(figsize=(11.0, 4.8), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
-    words = {"gradient": f"to a gradient of {GOAL}", "loss": "to a loss within 0.1 % of the lowest"}
+    words = {
+        "gradient": f"to a gradient of {GOAL}",
+        "loss": f"to a loss within {100 * CLOSE:g} % of the lowest",
+    }
     profiles = data["summary"]["profiles"]
     names = list(dict.fromkeys(n for key in words for n in profiles[key]["steps"]))
     colour = colours(names)
@@ -46,7 +48,7 @@ def profile_chart(data: Mapping) -> Figure:
                 [*shares, shares[-1]],
                 where="post",
                 color=colour[name],
-                linestyle=LINES[GROUPS[name]],
+                linestyle=LINES[GROUP_OF[name]],
                 linewidth=2.4 if name == OURSELVES else 1.2,
                 label=name,
             )
@@ -60,7 +62,7 @@ def profile_chart(data: Mapping) -> Figure:
 def seconds_chart(problems: Mapping[str, Mapping], titles: Mapping[str, str]) -> Figure:
     """Seconds to the goal, a panel for each problem; hollow arrows: time spent without arriving."""
     names = list(dict.fromkeys(n for p in problems.values() for n in p["methods"]))[::-1]
-    names = [n for n in names if GROUPS.get(n) != "ablation"]
+    names = [n for n in names if GROUP_OF.get(n) != "ablation"]
     figure = Figure(figsize=(3.4 * len(problems) + 2.4, 0.26 * len(names) + 1.4))
     figure.set_layout_engine("constrained")
     panels = figure.subplots(1, len(problems), sharey=True, squeeze=False)[0]
@@ -95,7 +97,7 @@ def _seconds(axes: Axes, row: int, name: str, method: Mapping | None) -> None:
 
 def curves_chart(problem: Mapping, columns: Mapping[int, str]) -> Figure:
     """Columns of the curves against seconds: the first seed of every method, others faint."""
-    curves = {n: c for n, c in problem["curves"].items() if GROUPS.get(n) != "ablation"}
+    curves = {n: c for n, c in problem["curves"].items() if GROUP_OF.get(n) != "ablation"}
     figure = Figure(figsize=(11.0, 4.8), layout="constrained")
     panels = figure.subplots(1, len(columns), squeeze=False)[0]
     colour = colours(list(curves))
@@ -110,7 +112,7 @@ def curves_chart(problem: Mapping, columns: Mapping[int, str]) -> Figure:
                         *zip(*points, strict=True),
                         where="post",
                         color=colour[name] if i == 0 else FAINT,
-                        linestyle=LINES[GROUPS[name]],
+                        linestyle=LINES[GROUP_OF[name]],
                         linewidth=2.2 if name == OURSELVES and i == 0 else 1.1 if i == 0 else 0.6,
                         zorder=2 if i == 0 else 1,
                         label=name if i == 0 else None,

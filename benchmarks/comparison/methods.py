@@ -244,6 +244,8 @@ METHODS: tuple[Method, ...] = (
     *_autograd(),
     *_first_order(),
 )
+GROUP_OF: Mapping[str, Group] = {method.name: method.group for method in METHODS}
+"""By name: methods of one name on several kinds of problems are of one group."""
 
 
 def methods_for(problem: Problem) -> list[Method]:

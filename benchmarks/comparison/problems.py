@@ -35,7 +35,7 @@ class Problem:
     """A problem of the comparison.
 
     name: of the command line and the records.  title: for the page.
-    make: the task of a seed and a size.  warm: a small task of the same form, if there is one.
+    make: the task of a seed and a size.
     seeds: how many, by size.  threads: of every run; None takes what the environment says.
     seconds: of every run, by size; None: multiples of our own time (`race`).
     """

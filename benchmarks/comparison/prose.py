@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from benchmarks.comparison.methods import METHODS, OURS
+from benchmarks.comparison.methods import GROUP_OF, OURS
 from benchmarks.comparison.profiles import share_within
-from benchmarks.comparison.summary import GOAL, LOWER
+from benchmarks.comparison.summary import CLOSE, GOAL, LOWER
 from benchmarks.harness import show
-
-GROUPS = {m.name: m.group for m in METHODS}
 
 
 def rivals(problem: Mapping, *groups: str) -> dict[str, Mapping]:
@@ -18,7 +16,7 @@ def rivals(problem: Mapping, *groups: str) -> dict[str, Mapping]:
     return {
         name: m
         for name, m in problem["methods"].items()
-        if GROUPS.get(name) in wanted and m["finished"]
+        if GROUP_OF.get(name) in wanted and m["finished"]
     }
 
 
@@ -119,7 +117,7 @@ def profile_sentences(profiles: Mapping) -> Iterator[str]:
     """Shares at the left end and at ten times the least."""
     for key, words in (
         ("gradient", f"To a gradient of {GOAL}"),
-        ("loss", "To a loss within 0.1 % of the lowest that anybody found"),
+        ("loss", f"To a loss within {100 * CLOSE:g} % of the lowest that anybody found"),
     ):
         steps = profiles[key]["steps"]
         if OURS not in steps:
@@ -157,7 +155,7 @@ def equal_loss_sentences(problem: Mapping) -> Iterator[str]:
     else:
         yield "On no seed was ours ever as good as that method's best."
     for other, own in problem["methods"].items():
-        if GROUPS.get(other) == "ours" and other != OURS and own["finished"]:
+        if GROUP_OF.get(other) == "ours" and other != OURS and own["finished"]:
             yield f"{other.capitalize()}: {_merit(own)} after {show(own['spent']['median'])} s."
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from benchmarks.comparison.methods import METHODS, OURS
+from benchmarks.comparison.methods import GROUP_OF, OURS
 from benchmarks.comparison.problems import GTOLS
 from benchmarks.comparison.profiles import performance_profile
 from benchmarks.comparison.records import best_choice, merit
@@ -20,7 +20,7 @@ Record = dict[str, Any]
 GOAL = f"{GTOLS[-1]:.0e}"
 CLOSE = 1e-3
 """Excess over the lowest loss that anybody found within which a run counts as arrived."""
-RIVALS = {OURS} | {m.name for m in METHODS if m.group not in ("ours", "ablation")}
+RIVALS = {OURS} | {n for n, group in GROUP_OF.items() if group not in ("ours", "ablation")}
 LOWER = 1e-3
 """Relative difference of losses from which one is called lower than the other."""
 
@@ -43,7 +43,6 @@ def of_problem(runs: Sequence[Record]) -> dict[str, Any]:
     ours = {r["seed"]: r for r in chosen.get(OURS, ())}
     names = sorted(chosen, key=lambda name: name != OURS)
     return {
-        "seeds": len({r["seed"] for r in runs}),
         "methods": {name: of_method(chosen[name], ours, best) for name in names},
         "curves": {name: _curves(chosen[name]) for name in names},
     }
@@ -90,28 +89,22 @@ def of_method(
         "runs": len(runs),
         "finished": len(finished),
         "status": _counts(r["status"] for r in runs),
-        "message": next((r["message"] for r in runs if r.get("message")), None),
         "reached": {g: sum(g in r["reached"] for r in finished) for g in map(_word, GTOLS)},
         "seconds": {
             g: spread([r["reached"][g] for r in finished if g in r["reached"]])
             for g in map(_word, GTOLS)
         },
         "spent": _spread(finished, lambda r: r["seconds"]),
-        "process_seconds": _spread(finished, lambda r: r["process_seconds"]),
         "compile_seconds": _spread(finished, lambda r: r["compile_seconds"]),
         "ratio": spread([x for x in (ratio(r, own) for r, own in paired) if x is not None]),
         "bound": any(GOAL not in r["reached"] for r in finished),
         "gave_up": sum(r["status"] not in ("reached", "time limit") for r in finished),
-        "to_loss": spread(
-            [t for t in (seconds_to_loss(r, best[r["seed"]]) for r in finished) if t is not None]
-        ),
         "close": sum(seconds_to_loss(r, best[r["seed"]]) is not None for r in finished),
         "excess": _spread(finished, lambda r: r["loss"] / best[r["seed"]] - 1),
         "relative_loss": _spread(finished, lambda r: r["relative_loss"]),
         "held_out": _spread(finished, lambda r: r["held_out"]),
         "gradient": _spread(finished, lambda r: r["gradient"]),
         "extra_bytes": _spread(finished, lambda r: r["extra_bytes"]),
-        "peak_bytes": _spread(finished, lambda r: r["peak_bytes"]),
         "lead": spread([x for x in leads if x is not None]),
         "never": sum(x is None for x in leads),
         "ahead": sum(ahead(r, own) for r, own in paired),

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from benchmarks.comparison.methods import METHODS, Group
+from benchmarks.comparison.methods import GROUP_OF, Group
 from benchmarks.comparison.summary import GOAL
 from benchmarks.harness import show
 
-GROUPS = {m.name: m.group for m in METHODS}
 MIB = 2**20
 
 Rows = tuple[list[str], list[list[str]]]
@@ -77,7 +76,7 @@ def loss_rows(problem: Mapping, *groups: Group) -> Rows:
 def memory_rows(problems: Mapping[str, Mapping], titles: Mapping[str, str]) -> Rows:
     """Median peak beyond what the process held before, in MiB, by method and problem."""
     names = list(dict.fromkeys(n for p in problems.values() for n in p["methods"]))
-    names = [n for n in names if GROUPS.get(n) != "ablation"]
+    names = [n for n in names if GROUP_OF.get(n) != "ablation"]
     rows = [
         [name, *(_mib(problem["methods"].get(name)) for problem in problems.values())]
         for name in names
@@ -86,8 +85,10 @@ def memory_rows(problems: Mapping[str, Mapping], titles: Mapping[str, str]) -> R
 
 
 def _of(problem: Mapping, groups: tuple[Group, ...]) -> list[tuple[str, Mapping]]:
-    chosen = groups or tuple(set(GROUPS.values()))
-    return [(n, m) for n, m in problem["methods"].items() if GROUPS.get(n, chosen[0]) in chosen]
+    """Methods of some groups; all if none is named."""
+    return [
+        (n, m) for n, m in problem["methods"].items() if not groups or GROUP_OF.get(n) in groups
+    ]
 
 
 def _label(name: str, method: Mapping) -> str:

@@ -61,7 +61,6 @@ class Watch:
         self.least_gradient = math.inf
         self.best_held_out = math.inf
         self.looking = False
-        self.excluded = self.excluded_cpu = 0.0
         self.start()
 
     @property
@@ -147,14 +146,12 @@ class Watch:
             news = news or held_out < self.best_held_out
             self.best_held_out = min(self.best_held_out, held_out)
         if news and math.isfinite(self.lowest):
-            self.curve.append((now, self.lowest, *map(_known, self._least())))
+            least = _known(self.least_gradient), _known(self.best_held_out)
+            self.curve.append((now, self.lowest, *least))
         arrived = bool(self.gtols) and len(self.reached) == len(self.gtols)
         if arrived:
             self.point = _copy(point)
         return arrived
-
-    def _least(self) -> tuple[float, float]:
-        return self.least_gradient, self.best_held_out
 
     def thinned(self) -> list[tuple[float, float, float | None, float | None]]:
         """The curve, (seconds, lowest loss, least gradient, best held out) so far, in few points.

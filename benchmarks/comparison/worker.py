@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import resource
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import Size
+from benchmarks.memory import forget_peak, peak_bytes, resident_bytes
 
 WARM_UP = 0.3
 """Seconds of a toy problem before the clock is set: first calls load and compile things."""
@@ -84,9 +84,9 @@ def measure(request: Request) -> dict[str, Any]:
 
 def warm_up(peer: Any, toy: Any, choice: float | None) -> None:
     """A short run, which no alarm cuts off: an import that is interrupted stays broken."""
-    from benchmarks.comparison.watch import Ended, Watch
+    from benchmarks.comparison.watch import Watch
 
-    with suppress(Exception, Ended):
+    with suppress(Exception):
         peer(toy, Watch(toy.judge, WARM_UP, (1e-8,)), choice)
 
 
@@ -146,29 +146,6 @@ def run(peer: Any, task: Any, choice: float | None, limit: float, gtols: tuple) 
 def finite(value: float | None) -> float | None:
     """None for what JSON has no word for."""
     return value if value is not None and np.isfinite(value) else None
-
-
-def resident_bytes() -> int:
-    """Memory of the process now."""
-    import psutil
-
-    return psutil.Process().memory_info().rss
-
-
-def forget_peak() -> None:
-    """Let the peak begin here, where the system can: what came before belongs to nobody."""
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak_bytes() -> int:
-    """Highest resident memory; of Linux's two counts the one that knows no parent process."""
-    with suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def main() -> None:

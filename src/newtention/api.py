@@ -177,17 +177,17 @@ def solve(
             is X = 0, every key alike), (X, Y), X alone, a layer, or an earlier Solution.  A layer
             as the start fixes the parametrisation; otherwise it is the paper's bilinear form.  The
             output map (Y, or W_O and b_O) is re-solved in any case.
-        method: "newton", dense Newton with the exact Hessian, for the bilinear form of moderate
-            width; "newton-cg", matrix-free, for any layer; "sketched", for the bilinear form:
-            matrix-free, preconditioned by the factored matrix of a sample of the query rows;
-            "paper", the paper's approximate Newton under TokenWeights, where those are large enough
-            (docs/paper-method.md); "auto" chooses among the first three by predicted work and
-            memory (docs/methods.md).
+        method: "newton", dense Newton with the exact Hessian, for attention maps and the bilinear
+            form of moderate width; "newton-cg", matrix-free, for any layer; "sketched", for the
+            bilinear form: matrix-free, preconditioned by the factored matrix of a sample of the
+            query rows; "paper", the paper's approximate Newton under TokenWeights, where those are
+            large enough (docs/paper-method.md); "auto" chooses among the first three by predicted
+            work and memory (docs/methods.md).
         tol: bound on the relative Newton decrement sqrt(predicted decrease / (1/2 ||B||^2));
             default 1e-10 in float64, 1e-4 in float32.
         max_iter: iteration limit.
         max_seconds: time limit of this call, checked after each iteration, and after each product
-            by "newton-cg".
+            by "newton-cg" and "sketched".
         n_init: number of starts, solved as one batch; the best is returned.  A given start is the
             first of them.
         seed: of the random starts.

@@ -35,8 +35,8 @@ class Work:
     """Multiply-adds of what the methods are made of, for one start of every problem.
 
     start: evaluations and gradient.  gauss_newton, full: one product with the curvature, the output
-    map eliminated.  hessian: the exact Hessian, and for each row of it `hessian_row`.  reduction:
-    eliminating the output map from it.  factor: one Cholesky factor.
+    map eliminated.  hessian: the exact Hessian, formed.  reduction: eliminating the output map from
+    it.  factor: one Cholesky factor.
     """
 
     start: float

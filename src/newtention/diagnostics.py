@@ -96,7 +96,7 @@ class QueryErrors:
             problem.rows_from_chunks([c.B for c in problem.chunks]),
             problem.rows_from_chunks([c.weight[..., None] for c in problem.chunks]),
         ]
-        F, B, weight = (_without_padding(problem, as_array(c)) for c in columns)
+        F, B, weight = (np.concatenate(problem.layout.split(as_array(c))) for c in columns)
         counts = problem.layout.queries
         self.sequence = np.repeat(np.arange(len(counts)), counts)
         self.position = np.concatenate([np.arange(n) for n in counts])
@@ -124,9 +124,3 @@ class QueryErrors:
         energy = (self.weight[rows] * self.target[rows] ** 2).sum()
         error = (self.weight[rows] * self.residual[rows] ** 2).sum()
         return math.sqrt(error / energy) if energy > 0 else 0.0
-
-
-def _without_padding(problem: AttentionProblem, rows: np.ndarray) -> np.ndarray:
-    if problem.layout.kind != "padded":
-        return rows
-    return np.concatenate([r[:n] for r, n in zip(rows, problem.layout.queries, strict=True)])

@@ -1,7 +1,8 @@
 """Functions of a problem at given weights: loss, derivatives, predictions, checks.
 
-Weights are X (d1, d2) and Y (d3, p) for one head, with a leading head axis for several.  Every
-array returned is NumPy if the problem's data were, a torch tensor otherwise.
+Weights are X (d1, d2) and Y (d3, p) for one head, with a leading head axis for several, a layer, or
+a Solution; attention maps have X alone.  Every array returned is NumPy if the problem's data were,
+a torch tensor otherwise.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def loss(problem: AttentionProblem, X: Point, Y: ArrayLike | None = None) -> flo
 
     Args:
         problem: the data and the regulariser; one problem or a stack.
-        X: query/key map (d1, d2) or (h, d1, d2), or a layer.
+        X: query/key map (d1, d2) or (h, d1, d2), a layer, or a Solution.
         Y: value map (d3, p) or (h, d3, p); left out beside a layer and for attention maps.
 
     Returns:
@@ -63,7 +64,7 @@ def gradient(
 
     Args:
         problem: the data and the regulariser; one problem or a stack.
-        X: query/key map (d1, d2) or (h, d1, d2), or a layer.
+        X: query/key map (d1, d2) or (h, d1, d2), a layer, or a Solution.
         Y: value map (d3, p) or (h, d3, p); left out beside a layer and for attention maps.
 
     Returns:
@@ -133,8 +134,8 @@ def hessian(
 
     Args:
         problem: the data.
-        X: query/key map at which to evaluate.
-        Y: value map at which to evaluate.
+        X: query/key map (d1, d2) or (h, d1, d2), a layer that is not factored, or a Solution.
+        Y: value map; left out beside a layer and for attention maps.
         kind: "full", or "gauss-newton" for the positive semidefinite part J^T J plus the
             regulariser.
 
@@ -186,7 +187,7 @@ def hessian_operator(
 
     Args:
         problem: one problem.
-        X: query/key map, or a layer.
+        X: query/key map, a layer, or a Solution.
         Y: value map; left out beside a layer.
         kind: "full" or "gauss-newton".
 
@@ -217,7 +218,7 @@ def predict(problem: AttentionProblem, X: Point, Y: ArrayLike | None = None) -> 
 
     Args:
         problem: the data; one problem.
-        X: query/key map (d1, d2) or (h, d1, d2), or a layer.
+        X: query/key map (d1, d2) or (h, d1, d2), a layer, or a Solution.
         Y: value map (d3, p) or (h, d3, p); left out beside a layer and for attention maps.
 
     Returns:
@@ -256,7 +257,7 @@ def attention_weights(
 
     Args:
         problem: the data.
-        X: query/key map, or a layer.
+        X: query/key map, a layer, or a Solution.
         Y: not used; accepted so that ``attention_weights(problem, *weights)`` works.
         sequence: index of the sequence.
 
@@ -308,7 +309,7 @@ def sample_queries(
     Args:
         problem: one problem.
         rows: wanted; the problem itself is returned where that is 70 % of them or more.
-        X: query/key map where the scores are taken, or a layer.
+        X: query/key map where the scores are taken, a layer, or a Solution.
         Y: value map.
         scores: "leverage", or "uniform", which ignores X and Y.
         seed: of the draws.
@@ -371,7 +372,7 @@ def check_derivatives(
 
     Args:
         problem: the data and the regulariser; one problem.
-        X: query/key map (d1, d2) or (h, d1, d2), or a layer.
+        X: query/key map (d1, d2) or (h, d1, d2), a layer, or a Solution.
         Y: value map (d3, p) or (h, d3, p); left out beside a layer and for attention maps.
         directions: how many are drawn.
         seed: of the directions.

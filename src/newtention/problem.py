@@ -6,8 +6,10 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -28,6 +30,8 @@ from newtention.regularizers import (
 from newtention.segments import Segment, as_chunks
 from newtention.sequences import padded_sequences, ragged_sequences, unmatchable
 
+Rows = TypeVar("Rows", Tensor, np.ndarray)
+
 
 class Layout(NamedTuple):
     """Where the user's rows went, so that results return in the shape the data came in.
@@ -45,6 +49,24 @@ class Layout(NamedTuple):
     keys: tuple[int, ...]
     padded: int
     columns: int = 0
+
+    def split(self, rows: Rows) -> list[Rows]:
+        """The real rows of every sequence, from an array of the layout."""
+        if self.kind == "padded":
+            return [rows[i, :n] for i, n in enumerate(self.queries)]
+        ends = accumulate(self.queries)
+        return [rows[end - n : end] for end, n in zip(ends, self.queries, strict=True)]
+
+    def join(self, rows: Sequence[Tensor], fill: float = 0) -> Tensor:
+        """The array of the layout from the real rows of every sequence, `fill` in padded rows."""
+        if self.kind == "single":
+            return rows[0]
+        if self.kind == "ragged":
+            return torch.cat(list(rows))
+        whole = rows[0].new_full((len(rows), self.padded, *rows[0].shape[1:]), fill)
+        for place, row in zip(whole, rows, strict=True):
+            place[: len(row)] = row
+        return whole
 
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
@@ -470,14 +492,7 @@ class AttentionProblem(Displayed):
             whole = torch.nn.functional.pad(value, (0, missing)) if missing else value
             for place, i in enumerate(places):
                 rows[i] = whole[0, place, : self.layout.queries[i]]
-        if self.layout.kind == "single":
-            return rows[0]
-        if self.layout.kind == "ragged":
-            return torch.cat(rows)
-        out = rows[0].new_zeros(len(rows), self.layout.padded, rows[0].shape[-1])
-        for i, row in enumerate(rows):
-            out[i, : len(row)] = row
-        return out
+        return self.layout.join(rows)
 
     def present(self, t: Tensor) -> Array:
         """A result as the user's kind of array."""

@@ -186,8 +186,7 @@ def selection_problem(
     n, m = (len(t) for t in tensors.values())
     explicit, causal = as_batch_masks(mask, (), n, m, like.device)
     rule = Mask(causal=causal, explicit=None if explicit is None else explicit[None])
-    allowed = rule.allowed(n, m, like.device)
-    chosen = as_selection(selected, n, m, None if allowed is None else allowed[0, 0])
+    chosen = as_selection(selected, n, m, rule)
     maps = one_hot(chosen, m).to(like)
     arrays = [t.cpu().numpy() if numpy else t for t in (*tensors.values(), maps)]
     return AttentionProblem.from_maps(*arrays, mask=mask, scale=scale)

@@ -174,8 +174,6 @@ def start_weights(problem: AttentionProblem, start: object) -> Weights:
             f"start must be (X, Y), X, a layer or a Solution; found {start!r}.  For a truncated "
             "layer, give the layer and Options(ranks=)."
         )
-    if isinstance(start, Solution):
-        start = start.layer
     if isinstance(start, list) and all(isinstance(t, Tensor | np.ndarray) for t in start):
         start = tuple(start)
     if isinstance(start, tuple) and len(start) != 2:

@@ -5,6 +5,7 @@ import math
 import re
 import time
 from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -187,9 +188,8 @@ ONLY = ("newtention", "scipy trust-exact", "Adam")
 
 
 def small(seeds):
-    """A problem with two seeds at most."""
-    p = problems.TOY
-    return problems.Problem(p.name, p.title, p.kind, p.make, {"toy": 1, "full": seeds}, 1)
+    """The toy problem with so many seeds in a full run."""
+    return replace(problems.TOY, seeds={"toy": 1, "full": seeds})
 
 
 def test_schedule_resumes_and_survives_a_crash(tmp_path):
@@ -352,13 +352,17 @@ def test_page_has_a_section_for_other_benchmarks(tmp_path):
     cost = {"form": "layer", "dtype": "float64", "gradients": dict.fromkeys(names, seconds)}
     cost["of_double_backward"] = cost["gradients"]
     data = {"n": 8, "d": 2, "cost": [cost], "sequences": growth, "length": growth}
-    stored = {"products": {"data": data | {"fixed_length": 8}}}
+    stored = {"products": {"size": "full", "data": data | {"fixed_length": 8}}}
     (tmp_path / "results.json").write_text(json.dumps(stored))
     text = page.write(tmp_path, tmp_path).read_text()
     section = text[text.index("## Products with the Hessian") : text.index("## Methods and")]
     assert "`python -m benchmarks --only products`" in section
     assert "images/benchmarks/products.png" in section
     assert "exponent 0.00" in section
+    stored["products"]["size"] = "quick"
+    (tmp_path / "results.json").write_text(json.dumps(stored))
+    text = page.write(tmp_path, tmp_path).read_text()
+    assert "`python -m benchmarks --quick --only products`" in text
 
 
 def test_page_of_a_broken_run_is_still_a_page(tmp_path):
@@ -432,8 +436,6 @@ PEERS = [
     for m in methods.METHODS
     if m.kinds != ("layer",) and m.group != "ours" and m.name != "torchmin trust-krylov"
 ]
-
-
 STEPS = 200
 
 
@@ -517,7 +519,7 @@ def test_layers_run_at_toy_size():
         assert watch.best_held_out <= start.held_out
 
 
-def test_zoo_starts_are_common():
+def test_near_starts_are_ten_per_cent_off_the_plant():
     near = problems.PROBLEMS["d8-real-near"].make(3, "quick")
     plant = zoo.planted(8, 256, noise=problems.NOISE, tokens="real", seed=3)
     X = near.weights(torch.from_numpy(near.start))[0]

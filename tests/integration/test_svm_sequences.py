@@ -181,7 +181,7 @@ def test_the_svm_of_a_selection():
         nt.selected_tokens(batch, np.stack([X, X])).svm()
 
 
-def maps_of(selected, blocks, columns):
+def maps_of(selected, columns):
     maps = np.zeros((12, columns))
     maps[np.arange(12), selected] = 1
     return maps
@@ -189,9 +189,7 @@ def maps_of(selected, blocks, columns):
 
 def test_a_path_of_several_sequences():
     A1, A2, selected, blocks = sequences(seed=3)
-    ragged = nt.AttentionProblem.from_ragged_maps(
-        A1, maps_of(selected, blocks, 6), keys=A2, **RAGGED
-    )
+    ragged = nt.AttentionProblem.from_ragged_maps(A1, maps_of(selected, 6), keys=A2, **RAGGED)
     ridges = 10.0 ** -np.arange(0, 13, 3)
     path = nt.regularisation_path(ragged, ridges)
     assert path.selected.tolist() == selected.tolist()

@@ -15,6 +15,8 @@ KEYS = {
     "symmetric": {"cases"},
     "products": {"n", "d", "cost", "sequences", "length", "fixed_length"},
     "growth": {"d", "dtype", "lengths", "limits", "methods"},
+    "global_quality": {"cases", "budget", "members"},
+    "methods": {"cases", "limit", "samples"},
     "preconditioners": {"budgets", "cases"},
     "certificates": {"gtol", "threads", "summary", "cost", "problems"},
     "paper": {"regime", "contraction", "time"},

@@ -68,6 +68,30 @@ def test_checks_of_links_see_wrong_ones(tmp_path):
         test_links_lead_somewhere(tmp_path / "README.md")
 
 
+def options_of_benchmarks():
+    """The program's options, and the names that `--only` takes; read, since it imports rivals."""
+    program = (ROOT / "benchmarks" / "__main__.py").read_text()
+    table = re.search(r"^BENCHMARKS = \{\n(.*?)^\}", program, re.S | re.M)[1]
+    return set(re.findall(r'"(--\w+)"', program)), set(re.findall(r'"(\w+)":', table))
+
+
+@by_page
+def test_commands_of_benchmarks_exist(page):
+    options, names = options_of_benchmarks()
+    text = page.read_text().replace("\\\n", " ")
+    for command in re.findall(r"python -m benchmarks ([^`\n]*)", text):
+        assert set(re.findall(r"--\w+", command)) <= options, command
+        assert set(re.findall(r"--only (\w+)", command)) <= names, command
+
+
+def test_checks_of_commands_see_wrong_ones(tmp_path):
+    page = tmp_path / "page.md"
+    for command in ("--only layer --out results", "--fast --only maps", "\\\n --only head"):
+        page.write_text(f"`python -m benchmarks {command}`")
+        with pytest.raises(AssertionError):
+            test_commands_of_benchmarks_exist(page)
+
+
 def toctree(page):
     """The pages that a page's toctrees name."""
     entries = []

@@ -44,7 +44,7 @@ def higher_moments(
 def key_moments(
     P: Float[Tensor, "s h n m"], A2: Float[Tensor, "s m d2"], size: Float[Tensor, " sn"]
 ) -> KeyMoments:
-    """All of them."""
+    """All moments, those of order 2 included."""
     return KeyMoments(_largest_scatter(P, A2, P @ A2[:, None]), *higher_moments(P, A2), size)
 
 

@@ -208,13 +208,9 @@ def ball_norms(
     """Rows added up, point 4 of this module; arguments as in `lipschitz_covariances`."""
     q, s, norm = rows.weight, rows.weight.sqrt(), at.a1.norm(dim=1)
 
-    def top(c: Float[Tensor, " n"]) -> float:
-        """sup of sum_j c_j |U^T a_j|^2 over ||U||_F = 1."""
-        return aligned(at.a1, c)
-
     def root(c: Float[Tensor, " n"], power: int) -> float:
         """sup of (sum_j q_j (c_j |U^T a_j|^power)^2)^(1/2) over ||U||_F = 1."""
-        return math.sqrt(top((s * c * norm ** (power - 1)) ** 2))
+        return math.sqrt(aligned(at.a1, (s * c * norm ** (power - 1)) ** 2))
 
     # At the point: the statistics and the error of their evaluation.
     s2, s3, y = at.size2, at.size3, float(Y_norms.max())
@@ -225,8 +221,8 @@ def ball_norms(
     fourth = at.fourth + 256 * error * size * y * s3 * s2**3
     point2 = {(2, 0): root(second, 2), (1, 1): 2 * root(cross, 1)}
     residual_part = {
-        (3, 0): top(q * fourth * norm),
-        (2, 1): 3 * top(q * rows.residual * value),
+        (3, 0): aligned(at.a1, q * fourth * norm),
+        (2, 1): 3 * aligned(at.a1, q * rows.residual * value),
     }
 
     b = row_norms(rows, Y_norms, delta, at, error)

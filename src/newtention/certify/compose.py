@@ -45,7 +45,7 @@ def certify(
 
     Args:
         problem: one problem, with any regulariser.
-        X: query/key map (d1, d2) or (h, d1, d2), or a `BilinearAttention` or `MapAttention`.
+        X: query/key map (d1, d2) or (h, d1, d2), a layer, or a Solution.
         Y: value map (d3, p) or (h, d3, p); left out beside a layer and for attention maps.
         precise: compute the decisive quantities beyond float64: slower, for points so near to a
             minimum that rounding hides the rest.

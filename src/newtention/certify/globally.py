@@ -29,7 +29,7 @@ from newtention.bounds.rounding import (
 )
 from newtention.certify.evaluation import PointEvaluation
 from newtention.certify.penalty_errors import exact_penalty
-from newtention.certify.row_errors import real_rows
+from newtention.certify.row_errors import real_queries, real_rows
 from newtention.chunks import Chunk
 from newtention.layers import AttentionMap, Bilinear
 from newtention.problem import AttentionProblem
@@ -60,8 +60,8 @@ def prove_global(
     if isinstance(point.layer, AttentionMap):
         return _prove_map(data, point)
     layer, r = point.layer, point.rows
-    queries, B = _real(data)
-    rows = _radius_rows(queries, point)
+    rows = _radius_rows(data, point)
+    B = torch.cat([chunk.B[0][real_rows(chunk)[0]] for chunk in data.chunks])
     sizes = global_sizes(rows, r.rho3, r.m3, r.weight, B, layer.heads)
     ridge = min(certifying_ridge(sizes, where=where) for where in ("ball", "best response"))
     lambda_x, lambda_y = _curvatures(point)
@@ -83,8 +83,7 @@ def prove_global(
 
 def _prove_map(data: AttentionProblem, point: PointEvaluation) -> GlobalProof:
     """The condition of `map_concavity`; every X counts, as there is no Y."""
-    queries = torch.cat([c.queries[0][real_rows(c)[0]] for c in data.chunks])
-    rows = _radius_rows(queries, point)
+    rows = _radius_rows(data, point)
     ridge = upward(map_concavity(rows, point.rows.weight, _spans(data)), 64)
     H, error = point.penalty_hessian, point.penalty_hessian_error
     curvature = smallest_eigenvalue_lower(H, error) if bool(H.any()) else 0.0
@@ -107,10 +106,10 @@ def _spans(data: AttentionProblem) -> Float[Tensor, " n"]:
     return upward(torch.cat(spans), 2)
 
 
-def _radius_rows(queries: Float[Tensor, "n d1"], point: PointEvaluation) -> Float[Tensor, "n d1"]:
+def _radius_rows(data: AttentionProblem, point: PointEvaluation) -> Float[Tensor, "n d1"]:
     """r_j: the direction of a row's query at the length |scale| rho_2 ||a_j||."""
     r = point.rows
-    return queries * (upward(r.rho, 8) / r.query_norms.clamp(min=1e-300))[:, None]
+    return real_queries(data) * (upward(r.rho, 8) / r.query_norms.clamp(min=1e-300))[:, None]
 
 
 def _curvatures(point: PointEvaluation) -> tuple[float, float]:
@@ -139,16 +138,6 @@ def _centre(problem: AttentionProblem, data: AttentionProblem) -> float:
     size = norm_upper(Y0) ** 2
     error = upward((gamma(count) * norm_upper(G) + bounded.gram_error) * size, 8)
     return upward(math.sqrt(max(0.0, largest_eigenvalue_upper(square, error))), 4)
-
-
-def _real(data: AttentionProblem) -> tuple[Float[Tensor, "n d1"], Float[Tensor, "n p"]]:
-    """Scaled queries and targets of all real rows, in the order of `RowQuantities`."""
-    queries, targets = [], []
-    for chunk in data.chunks:
-        real = real_rows(chunk)[0]
-        queries.append(chunk.queries[0][real])
-        targets.append(chunk.B[0][real])
-    return torch.cat(queries), torch.cat(targets)
 
 
 def paper_constants(data: AttentionProblem, point: PointEvaluation, delta: float) -> PaperConstants:

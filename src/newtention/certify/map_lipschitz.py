@@ -1,4 +1,4 @@
-"""The same for fits of attention maps."""
+"""The Hessian's Lipschitz constant about an evaluated fit of attention maps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from newtention.bounds.unfolding import batches, squared_slices
 from newtention.certify.evaluation import PointEvaluation
 from newtention.certify.lipschitz import LipschitzBounds, PointBounds
 from newtention.certify.map_evaluation import MapRowQuantities
-from newtention.certify.row_errors import real_rows
+from newtention.certify.row_errors import real_queries
 from newtention.layers import AttentionMap
 from newtention.problem import AttentionProblem
 
@@ -40,8 +40,7 @@ class MapBounds(PointBounds[MapStatistics]):
         """The rows' proved quantities."""
         r = self.point.rows
         assert isinstance(r, MapRowQuantities)
-        queries = [c.queries[0][real_rows(c)[0]] for c in self.data.chunks]
-        return MapRows(torch.cat(queries), r.rho, r.rho3, r.peak, r.weight, r.residual)
+        return MapRows(real_queries(self.data), r.rho, r.rho3, r.peak, r.weight, r.residual)
 
     def _constant(self, delta: float) -> Lipschitz:
         J = self.point.jacobian_norm
@@ -79,6 +78,6 @@ class MapBounds(PointBounds[MapStatistics]):
 
 
 def bounds_about(data: AttentionProblem, point: PointEvaluation) -> PointBounds:
-    """Of whichever problem it is."""
+    """The bounds for the kind of problem that it is."""
     of_map = isinstance(point.layer, AttentionMap)
     return MapBounds(data, point) if of_map else LipschitzBounds(data, point)

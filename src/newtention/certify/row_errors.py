@@ -22,6 +22,7 @@ from newtention.bounds.balls import norms_upper
 from newtention.bounds.rounding import TINY, UNIT, gamma, softmax_error, squared, upward
 from newtention.chunks import Chunk
 from newtention.layers import Evaluation
+from newtention.problem import AttentionProblem
 
 LARGEST_SHARE = 2.0**-40
 """Share of the largest key added to every mean square: far above what weights lose to underflow,
@@ -86,6 +87,11 @@ def real_rows(tile: Chunk) -> Bool[Tensor, "o s n"]:
         return torch.ones_like(tile.weight, dtype=torch.bool)
     places = tile.mask.places(tile.A1.shape[2], tile.A1.device)
     return places < tile.query_lengths[..., None]
+
+
+def real_queries(data: AttentionProblem) -> Float[Tensor, "n d1"]:
+    """Scaled queries of all real rows: chunk by chunk, sequence by sequence."""
+    return torch.cat([chunk.queries[0][real_rows(chunk)[0]] for chunk in data.chunks])
 
 
 def tile_moments(

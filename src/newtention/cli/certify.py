@@ -15,7 +15,8 @@ from newtention.cli.progress import busy
 from newtention.cli.report import make_report
 from newtention.cli.softmax import certify_softmax_folder
 from newtention.cli.terminal import complain, say
-from newtention.io import load_result, prepare_folder, write_certificate
+from newtention.io import load_result, write_certificate
+from newtention.io.results import CERTIFICATE, require_writable
 from newtention.io.softmax import holds_softmax
 
 NOT_PROVED = 3
@@ -116,7 +117,7 @@ def certify(
         )
         return
     problem, solution, document = load_result(folder, source)
-    prepare_folder(folder, force=True)  # writable, or refused before the work
+    require_writable(folder)  # or refused before the work
     with nullcontext() if as_json else busy("Certifying"):
         certificate = prove(
             problem,
@@ -136,7 +137,7 @@ def certify(
             kept = ", ".join(document["freeze"])
             say(f"The fit kept {kept} frozen; the certificate is about all weights.")
         say()
-        say(f"Certificate  {folder / 'certificate.json'}")
+        say(f"Certificate  {folder / CERTIFICATE}")
     if not no_report:
         try:
             with nullcontext() if as_json else busy("Making the report"):

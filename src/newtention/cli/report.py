@@ -12,7 +12,9 @@ import typer
 from newtention.cli.options import ResultFolder
 from newtention.cli.progress import busy
 from newtention.cli.terminal import ReportFailedError, complain, say
+from newtention.files import TEMPORARY
 from newtention.io import load_result, read_certificate
+from newtention.io.results import REPORT
 from newtention.io.softmax import (
     SavedSoftmax,
     holds_softmax,
@@ -131,8 +133,8 @@ def _title(source: str) -> str:
 
 def _written(folder: Path, write: Callable[[Path], None]) -> Path:
     """Write report.html whole, or leave the old one."""
-    path = folder / "report.html"
-    temporary = folder / f".newtention-{os.getpid()}-report.html"
+    path = folder / REPORT
+    temporary = folder / f"{TEMPORARY}{os.getpid()}-{REPORT}"
     try:
         write(temporary)
         os.replace(temporary, path)

@@ -6,7 +6,6 @@ hash, mask, scale and regulariser.  A certificate that says anything else belong
 
 from __future__ import annotations
 
-import json
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
@@ -16,7 +15,7 @@ import torch
 
 from newtention.certify.certificate import Certificate, Verdict
 from newtention.files import write_atomically
-from newtention.io.plain import read_document
+from newtention.io.plain import as_text, read_document
 from newtention.io.results import CERTIFICATE, REFERENCE, WEIGHTS
 
 FORMAT = "newtention-certificate"
@@ -56,8 +55,7 @@ def write_certificate(
         },
         "certificate": certificate.to_dict(),
     }
-    text = json.dumps(document, indent=1, allow_nan=False) + "\n"
-    write_atomically({Path(folder) / CERTIFICATE: text.encode()})
+    write_atomically({Path(folder) / CERTIFICATE: as_text(document)})
     return document
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
@@ -15,8 +14,8 @@ from torch import Tensor
 
 from newtention.files import write_atomically
 from newtention.io.arrays import open_arrays
-from newtention.io.plain import read_document, with_null
-from newtention.io.results import prepare_folder
+from newtention.io.plain import as_text, read_document, with_null
+from newtention.io.results import RESULT, prepare_folder
 
 VERSION = 1
 
@@ -48,7 +47,7 @@ class Kind:
         if (folder / self.result).exists() and not force:
             raise FileExistsError(f"{folder} already holds a result; --force replaces it.")
         names = {p.name for p in folder.iterdir()} if folder.is_dir() else set()
-        if "result.json" in names:
+        if RESULT in names:
             raise FileExistsError(f"{folder} holds the result of a fit; choose another folder.")
         return prepare_folder(folder, beside=(self.result, self.arrays, *self.derived))
 
@@ -75,10 +74,9 @@ class Kind:
                 },
             }
         )
-        text = json.dumps(document, indent=1, allow_nan=False) + "\n"
         for derived in self.derived:
             (folder / derived).unlink(missing_ok=True)
-        write_atomically({folder / self.arrays: data, folder / self.result: text.encode()})
+        write_atomically({folder / self.arrays: data, folder / self.result: as_text(document)})
         return document
 
     def read(self, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

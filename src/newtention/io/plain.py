@@ -40,6 +40,11 @@ def as_history(rows: Sequence[Mapping[str, Any]], unknown: float = math.nan) -> 
     )
 
 
+def as_text(document: Mapping[str, Any]) -> bytes:
+    """The content of a file; ValueError for NaN or infinity."""
+    return (json.dumps(document, indent=1, allow_nan=False) + "\n").encode()
+
+
 def read_document(path: Path, name: str, version: int, hint: str = "") -> dict[str, Any]:
     """A file of JSON that is of this format and version; `hint` ends the sentence if it is not.
 

@@ -30,7 +30,7 @@ import torch
 from newtention.files import TEMPORARY, write_atomically
 from newtention.io.arrays import SUFFIXES, open_arrays
 from newtention.io.layers import layer_bytes, load_layer
-from newtention.io.plain import as_history, read_document, with_null, without_null
+from newtention.io.plain import as_history, as_text, read_document, with_null, without_null
 from newtention.io.sources import Provenance, reload_problem
 from newtention.layers import (
     AttentionLayer,
@@ -49,7 +49,8 @@ WEIGHTS = "weights.safetensors"
 START = "start.safetensors"
 REFERENCE = "reference.safetensors"
 CERTIFICATE = "certificate.json"
-DERIVED = ("report.html", "predictions.safetensors", CERTIFICATE)
+REPORT = "report.html"
+DERIVED = (REPORT, "predictions.safetensors", CERTIFICATE)
 """What other commands make from a result; out of date once it is replaced."""
 
 
@@ -168,8 +169,7 @@ def write_result(
         contents[REFERENCE] = layer_bytes(_reference(problem.regularizer))
     document = _document(problem, solution, provenance, settings)
     document["files"] = {name: sha256(data).hexdigest() for name, data in contents.items()}
-    text = json.dumps(document, indent=1, allow_nan=False) + "\n"
-    contents[RESULT] = text.encode()
+    contents[RESULT] = as_text(document)
     for name in {*DERIVED, REFERENCE} - contents.keys():
         (path / name).unlink(missing_ok=True)
     write_atomically({path / name: data for name, data in contents.items()})

@@ -8,7 +8,6 @@ certificate.json      what was proved about x
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -23,13 +22,13 @@ from newtention.files import write_atomically
 from newtention.inputs import shape_text
 from newtention.io.arrays import ArrayFile
 from newtention.io.documents import Kind
-from newtention.io.plain import as_history, read_document, without_null
-from newtention.io.results import CERTIFICATE
+from newtention.io.plain import as_history, as_text, read_document, without_null
+from newtention.io.results import CERTIFICATE, REPORT
 from newtention.io.sources import DTYPES, unchanged_file
 from newtention.regression import SoftmaxCertificate, SoftmaxRegression
 from newtention.solution import Status
 
-SOFTMAX = Kind("softmax", derived=("report.html", CERTIFICATE))
+SOFTMAX = Kind("softmax", derived=(REPORT, CERTIFICATE))
 PROOF = "newtention-softmax-certificate"
 PROOF_VERSION = 1
 _NUMBERS = ("loss", "log10_loss", "data_loss", "penalty", "relative_loss", "seconds", "tol")
@@ -149,8 +148,7 @@ def write_softmax_certificate(
         "versions": {"newtention": __version__, "torch": torch.__version__},
         "certificate": certificate.to_dict(),
     }
-    text = json.dumps(document, indent=1, allow_nan=False) + "\n"
-    write_atomically({saved.folder / CERTIFICATE: text.encode()})
+    write_atomically({saved.folder / CERTIFICATE: as_text(document)})
     return document
 
 

@@ -42,7 +42,7 @@ class Fits(NamedTuple):
         """Check what the fits need."""
         require_count("max_iter", max_iter, 0)
         weights = problem.rows_from_chunks([c.weight[..., None] for c in problem.chunks])
-        if bool((_real(problem, weights[..., 0]) == 0).any()):
+        if any(bool((row == 0).any()) for row in problem.layout.split(weights)):
             raise ValueError("query_weights must be positive: a query of weight 0 selects nothing.")
         precise = problem.with_regularizer(None).cast(torch.float64)
         if problem.of_maps:
@@ -115,29 +115,17 @@ def look_at(fits: Fits, X: Tensor, wanted: Int[Tensor, " n"]) -> Look:
     elements = forward_elements(fits.problem, w.layer)
     chunks = with_keys(fits.problem, wanted)
     found = [map_rows(chunk, rows, elements) for chunk in chunks]
-    table = _real(fits.problem, fits.problem.rows_from_chunks(found))
+    table = torch.cat(fits.problem.layout.split(fits.problem.rows_from_chunks(found)))
     leads, entropies = table.unbind(-1)
     return Look(float(leads.min()), float((leads > 0).double().mean()), float(entropies.mean()))
 
 
 def with_keys(problem: AttentionProblem, wanted: Int[Tensor, "*rows"]) -> list[Chunk]:
     """The chunks with every query's wanted key in place of its target, 0 in padded rows."""
-    layout = problem.layout
-    if layout.kind == "padded":
-        rows = [row[:n] for row, n in zip(wanted, layout.queries, strict=True)]
-    else:
-        rows = list(wanted.split(layout.queries))
-    chunks = []
-    for places, chunk in zip(layout.order, problem.chunks, strict=True):
+    rows, chunks = problem.layout.split(wanted), []
+    for places, chunk in zip(problem.layout.order, problem.chunks, strict=True):
         keys = chunk.weight.new_zeros(*chunk.weight.shape, 1)
         for place, i in enumerate(places):
             keys[0, place, : len(rows[i]), 0] = rows[i].to(keys)
         chunks.append(replace(chunk, B=keys))
     return chunks
-
-
-def _real(problem: AttentionProblem, rows: Tensor) -> Tensor:
-    """Rows in the layout of the problem, without padding and one sequence after the other."""
-    if problem.layout.kind != "padded":
-        return rows
-    return torch.cat([row[:n] for row, n in zip(rows, problem.layout.queries, strict=True)])

@@ -186,13 +186,8 @@ def _wanted(
                 where = "" if layout.kind == "single" else f" of sequence {i}"
                 rows[i] = _unique(matches, problem.of_maps, where)
                 n, m = matches.shape
-                as_selection(rows[i], n, m, parts[i].allowed, where)
-    if layout.kind != "padded":
-        return torch.cat(rows)
-    whole = torch.full((len(rows), layout.padded), -1)
-    for line, row in zip(whole, rows, strict=True):
-        line[: len(row)] = row
-    return whole
+                as_selection(rows[i], n, m, parts[i].mask, where)
+    return layout.join(rows, fill=-1)
 
 
 def _matches(chunk: Chunk, part: Part, Y: Float[Tensor, "d3 p"] | None) -> Bool[Tensor, "n m"]:

@@ -18,7 +18,7 @@ from newtention.inputs import as_integers, require_shape
 from newtention.masks import Mask
 from newtention.notation import Array, ArrayLike
 from newtention.problem import AttentionProblem, Layout
-from newtention.svm.pairs import Block, Pairs, Tokens
+from newtention.svm.pairs import TILE, Block, Pairs, Tokens
 from newtention.svm.result import AttentionSVM
 
 
@@ -63,17 +63,14 @@ def as_selections(
     """
     layout = problem.layout
     if layout.kind == "single":
-        return [as_selection(selected, len(parts[0].A1), len(parts[0].A2), parts[0].allowed)]
+        return [as_selection(selected, len(parts[0].A1), len(parts[0].A2), parts[0].mask)]
     t = as_integers("selected", selected)
-    if layout.kind == "padded":
-        require_shape("selected", t, (len(parts), layout.padded), "one key per query")
-        rows = [row[:n] for row, n in zip(t, layout.queries, strict=True)]
-    else:
-        require_shape("selected", t, (sum(layout.queries),), "one key per query")
-        rows = list(t.split(layout.queries))
+    padded = layout.kind == "padded"
+    shape = (len(parts), layout.padded) if padded else (sum(layout.queries),)
+    require_shape("selected", t, shape, "one key per query")
     return [
-        as_selection(row, len(part.A1), len(part.A2), part.allowed, f" of sequence {i}")
-        for i, (row, part) in enumerate(zip(rows, parts, strict=True))
+        as_selection(row, len(part.A1), len(part.A2), part.mask, f" of sequence {i}")
+        for i, (row, part) in enumerate(zip(layout.split(t), parts, strict=True))
     ]
 
 
@@ -81,7 +78,7 @@ def as_selection(
     selected: ArrayLike,
     n: int,
     m: int,
-    allowed: Bool[Tensor, "#n m"] | None,
+    mask: Mask,
     where: str = "",
 ) -> Int[Tensor, " n"]:
     """One key per query of a sequence, checked against the keys that the query may attend to.
@@ -101,15 +98,34 @@ def as_selection(
             f"selected[{j}]{where} must be the index of a key, from 0 to {m - 1}; found "
             f"{int(chosen[j])}."
         )
-    if allowed is not None:
-        may = allowed.cpu().expand(n, m).gather(1, chosen[:, None])[:, 0]
-        if not bool(may.all()):
-            j = int((~may).nonzero()[0])
-            raise ValueError(
-                f"selected[{j}]{where} must be a key that the query may attend to; the mask "
-                f"forbids key {int(chosen[j])}."
-            )
+    _require_allowed(chosen, m, mask, where)
     return chosen
+
+
+def _require_allowed(chosen: Int[Tensor, " n"], m: int, mask: Mask, where: str) -> None:
+    """Raise ValueError for a selected key that the mask forbids."""
+    n, keys = len(chosen), chosen.numpy()
+    block = Block(slice(0, n), slice(0, m), mask.to("cpu"))
+    step = max(1, TILE // m)
+    for start in range(0, n, step):  # a causal mask of many queries is never formed whole
+        rows = slice(start, min(n, start + step))
+        allowed = block.allowed(rows)
+        if allowed is None:
+            return
+        own = allowed[np.arange(len(allowed)), keys[rows]]
+        if own.all():
+            continue
+        at = int(own.argmin())
+        j = start + at
+        if not allowed[at].any():
+            raise ValueError(
+                f"Every query needs at least one allowed key; the mask leaves none to query {j}"
+                f"{where}."
+            )
+        raise ValueError(
+            f"selected[{j}]{where} must be a key that the query may attend to; the mask forbids "
+            f"key {int(keys[j])}."
+        )
 
 
 def joined(parts: Sequence[Part], selections: Sequence[Int[Tensor, " _"]]) -> Tokens:
@@ -143,12 +159,9 @@ def in_layout(result: AttentionSVM, tokens: Tokens, layout: Layout) -> Attention
             pairs=pairs(np.asarray(conflict.pairs)),
             selected=np.asarray(conflict.selected) - own,
         )
-    if slack is not None and layout.kind == "padded":
-        whole = np.zeros((len(tokens.blocks), layout.padded))
-        for row, block in zip(whole, tokens.blocks, strict=True):
-            part = np.asarray(slack)[block.queries]
-            row[: len(part)] = part
-        slack = whole
+    if slack is not None:
+        own = torch.from_numpy(np.asarray(slack)).split(layout.queries)
+        slack = layout.join(own).numpy()
     return replace(
         result, support=pairs(np.asarray(result.support)), conflict=conflict, slack=slack
     )

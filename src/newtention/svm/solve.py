@@ -23,7 +23,7 @@ from newtention.problem import AttentionProblem
 from newtention.svm.certified import certified, infeasible, without_constraints
 from newtention.svm.conflicts import obvious_conflict
 from newtention.svm.generation import Objective, generate
-from newtention.svm.pairs import TILE, Tokens, reduce
+from newtention.svm.pairs import Tokens, reduce
 from newtention.svm.result import AttentionSVM, Norm
 from newtention.svm.sequences import (
     Part,
@@ -122,17 +122,13 @@ def attention_svm(
     like = tensors["A1"]
     tol = _checked_settings(norm, soft, tol, max_rounds)
     if like.ndim == 3 or given:
-        a1, a2 = (t.numpy() if numpy else t for t in tensors.values())
-        problem = _sequences(a1, a2, mask, given)
+        problem = _sequences(tensors["A1"], tensors["A2"], numpy, mask, given)
         return svm_of(problem, selected, norm, soft, tol, max_rounds)
     part = _one_sequence(tensors["A1"], tensors["A2"], mask)
-    t = as_selection(selected, len(part.A1), len(part.A2), None)
-    tokens = joined([part], [t])
-    _require_allowed(tokens)
+    tokens = joined([part], [as_selection(selected, len(part.A1), len(part.A2), part.mask)])
 
     def present(a: np.ndarray) -> Array:
-        t = torch.from_numpy(np.ascontiguousarray(a))
-        t = t.to(like.device, like.dtype if t.is_floating_point() else t.dtype)
+        t = _as_tensor(a, like)
         return t.cpu().numpy() if numpy else t
 
     return presented(_solved(tokens, like.dtype, norm, soft, tol, max_rounds), present)
@@ -158,10 +154,15 @@ def svm_of(
     result = _solved(tokens, like.dtype, norm, soft, tol, max_rounds)
 
     def present(a: np.ndarray) -> Array:
-        t = torch.from_numpy(np.ascontiguousarray(a))
-        return problem.present(t.to(like.device, like.dtype if t.is_floating_point() else t.dtype))
+        return problem.present(_as_tensor(a, like))
 
     return presented(in_layout(result, tokens, problem.layout), present)
+
+
+def _as_tensor(a: np.ndarray, like: Tensor) -> Tensor:
+    """On the device of the tokens; numbers that are no indices in their type."""
+    t = torch.from_numpy(np.ascontiguousarray(a))
+    return t.to(like.device, like.dtype if t.is_floating_point() else t.dtype)
 
 
 def _solved(
@@ -219,21 +220,20 @@ def _checked_settings(norm: object, soft: object, tol: object, max_rounds: objec
     return DEFAULT_TOL["soft" if soft is not None and norm == "frobenius" else str(norm)]
 
 
-def _sequences(A1: Array, A2: Array, mask: Any, given: Mapping[str, Any]) -> AttentionProblem:
+def _sequences(
+    A1: Tensor, A2: Tensor, numpy: bool, mask: Any, given: Mapping[str, Any]
+) -> AttentionProblem:
     """Several sequences as a problem; what it is to attend to does not matter here."""
     ragged = {"offsets", "key_offsets"} & given.keys()
     if ragged and {"lengths", "key_lengths"} & given.keys():
         raise ValueError("offsets= are for 2-D arrays, lengths= for 3-D ones; found both.")
     if "key_offsets" in given and "offsets" not in given:
         raise ValueError("offsets= must be given beside key_offsets=.")
-    B = np.zeros((*A1.shape[:-1], 1), str(A1.dtype).removeprefix("torch."))
-    C = np.zeros((*A2.shape[:-1], 1), B.dtype)
-    targets, values = (
-        t if isinstance(A1, np.ndarray) else torch.from_numpy(t).to(A1.device) for t in (B, C)
-    )
+    tensors = (A1, A2, A2.new_zeros(*A2.shape[:-1], 1), A1.new_zeros(*A1.shape[:-1], 1))
+    a1, a2, values, targets = (t.numpy() if numpy else t for t in tensors)
     if ragged:
-        return AttentionProblem.from_ragged(A1, targets, keys=A2, values=values, mask=mask, **given)
-    return AttentionProblem(A1, A2, values, targets, mask=mask, **given)
+        return AttentionProblem.from_ragged(a1, targets, keys=a2, values=values, mask=mask, **given)
+    return AttentionProblem(a1, a2, values, targets, mask=mask, **given)
 
 
 def _one_sequence(A1: Tensor, A2: Tensor, mask: ArrayLike | str | None) -> Part:
@@ -244,28 +244,3 @@ def _one_sequence(A1: Tensor, A2: Tensor, mask: ArrayLike | str | None) -> Part:
     explicit, causal = as_batch_masks(mask, (), len(A1), len(A2), torch.device("cpu"))
     rule = Mask(causal=causal, explicit=None if explicit is None else explicit[None])
     return Part(A1, A2, rule)
-
-
-def _require_allowed(tokens: Tokens) -> None:
-    """Raise ValueError for a selected key that the mask of the only sequence forbids."""
-    (block,) = tokens.blocks
-    n, m = len(tokens.A1), len(tokens.A2)
-    step = max(1, TILE // m)
-    for start in range(0, n, step):
-        rows = slice(start, min(n, start + step))
-        allowed = block.allowed(rows)
-        if allowed is None:
-            continue
-        own = allowed[np.arange(len(allowed)), tokens.selected[rows]]
-        if own.all():
-            continue
-        at = int(own.argmin())
-        if not allowed[at].any():
-            raise ValueError(
-                "Every query needs at least one allowed key; the mask leaves none to query "
-                f"{start + at}."
-            )
-        raise ValueError(
-            f"selected[{start + at}] must be a key that the query may attend to; the mask forbids "
-            f"key {int(tokens.selected[start + at])}."
-        )

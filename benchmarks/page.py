@@ -21,16 +21,16 @@ from matplotlib.figure import Figure
 from benchmarks import charts
 from benchmarks.comparison import benchmark, prose
 from benchmarks.comparison.charts import curves_chart, profile_chart, seconds_chart
-from benchmarks.comparison.methods import GROUPS, METHODS
+from benchmarks.comparison.methods import GROUPS, METHODS, OTHERS
 from benchmarks.comparison.problems import NEAR, PROBLEMS
-from benchmarks.comparison.race import FACTORS, LONGEST
+from benchmarks.comparison.race import FACTORS, LONGEST, TRIES
 from benchmarks.comparison.tables import goal_rows, loss_rows, memory_rows
 
 DOCS = Path(__file__).parents[1] / "docs"
 IMAGES = Path("images") / "benchmarks"
 TITLES = {name: problem.title for name, problem in PROBLEMS.items()}
 WIDTH = 104
-OTHERS = {
+SECTIONS = {
     "products": "Products with the Hessian",
     "growth": "Products as a sequence grows",
     "global_quality": "How good the minima are",
@@ -81,7 +81,7 @@ def blocks(data: Mapping[str, Any], others: Mapping[str, Any], draw: Draw) -> li
             parts += _loss(key, title, problems[key], draw)
     parts += _ablations(problems)
     parts += ["## Memory", MEMORY, markdown(*memory_rows(problems, TITLES))]
-    for name, title in OTHERS.items():
+    for name, title in SECTIONS.items():
         if name in others:
             parts += _other(name, title, others[name], draw)
     return [*parts, *_settings(problems), "## Limits", LIMITS]
@@ -132,7 +132,7 @@ def _measured(data: Mapping[str, Any]) -> list[str]:
         MEASURED.format(
             autograd=factors["autograd"],
             scipy=factors["scipy"],
-            first=factors["first-order"],
+            tries=TRIES["planted"],
             head=FACTORS["head"]["scipy"],
             longest=LONGEST[data["size"]],
             near=100 * NEAR,
@@ -149,7 +149,7 @@ def _goal(problems: Mapping[str, Mapping], draw: Draw) -> list[str]:
     parts.append(draw("seconds", seconds_chart(planted, TITLES)))
     for key, problem in planted.items():
         parts.append(f"### {capitalised(TITLES[key])}")
-        parts.append(markdown(*goal_rows(problem, "ours", "scipy", "autograd", "first-order")))
+        parts.append(markdown(*goal_rows(problem, "ours", *OTHERS)))
     return parts
 
 
@@ -167,7 +167,7 @@ def _loss(key: str, title: str, problem: Mapping, draw: Draw) -> list[str]:
     if held_out:
         columns = {1: "relative loss, part of the training sentences", 3: "held-out relative loss"}
     chart = draw(key, curves_chart(problem, columns))
-    rows = loss_rows(problem, "ours", "scipy", "autograd", "first-order")
+    rows = loss_rows(problem, "ours", *OTHERS)
     sentences = " ".join(prose.equal_loss_sentences(problem))
     words = f"{capitalised(TITLES[key])}. {LOSS[key]}"
     return [f"## {title}", words, chart, sentences, markdown(*rows)]
@@ -248,14 +248,14 @@ method runs on a small problem, so that libraries are loaded; JAX's compilation 
 not counted. Looks at loss and gradient stop the clock, for everybody.
 
 The time allowed is a multiple of what our own solver took in a separate run on the same seed just
-before: {autograd:g} for methods on automatic differentiation, {scipy:g} for scipy, {first:g} for
-first-order methods on planted problems; {head:g} on the head, where first-order methods, whose
-rates fall over the time they are given, get 1 and some of them 3 as well; {longest:g} s at most.
-A method that does not arrive counts with the time it was given, and `>` marks the ratio as a lower
-bound. Rates and strengths are those that did best on the first seed, where all of the list were
-tried; the tries cost nothing. Losses and gradients at the end are computed by our formulas, which
-the tests hold against automatic differentiation. Memory is the peak of resident memory during the
-run beyond what the process held before."""
+before: {autograd:g} for methods on automatic differentiation, {scipy:g} for scipy on planted
+problems; {head:g} on the head, where first-order methods, whose rates fall over the time they are
+given, get 1 and SOAP 3 as well; {longest:g} s at most. A method that does not arrive
+counts with the time it was given, and `>` marks the ratio as a lower bound. Rates and strengths are
+those that did best on the first seed, where all of the list were tried, on planted problems for
+{tries:.2g} of the time; the tries cost nothing. Losses and gradients at the end are computed by our
+formulas, which the tests hold against automatic differentiation. Memory is the peak of resident
+memory during the run beyond what the process held before."""
 BESIDE = ", {count} of which run side by side on cores of their own"
 GOAL = """\
 Seconds on the clock until the norm of the gradient is 1e-8; medians and quartiles over seeds,

@@ -13,7 +13,14 @@ from benchmarks.comparison.methods import GROUP_OF
 from benchmarks.comparison.methods import OURS as OURSELVES
 from benchmarks.comparison.summary import CLOSE, GOAL
 
-LINES = {"scipy": "-", "autograd": "--", "first-order": ":", "ours": "-", "ablation": "-."}
+LINES = {
+    "ours": "-",
+    "ablation": "-.",
+    "truncation": "-",
+    "scipy": "-",
+    "autograd": "--",
+    "first-order": ":",
+}
 FARTHEST = 1e3
 """Right end of a profile."""
 DECADES = 1e3

@@ -12,20 +12,22 @@ from typing import Any, Literal
 from benchmarks.comparison.problems import Kind, Problem
 from benchmarks.harness import Size
 
-Group = Literal["ours", "ablation", "scipy", "autograd", "first-order"]
+Group = Literal["ours", "ablation", "truncation", "scipy", "autograd", "first-order"]
 
 OURS = "newtention"
 GROUPS: Mapping[Group, str] = {
     "ours": "Newtention",
     "ablation": "Newtention with a part taken out or exchanged",
+    "truncation": "compression without a fit",
     "scipy": "scipy with our closed forms",
     "autograd": "on automatic differentiation",
     "first-order": "first order with a rate to choose, on automatic differentiation",
 }
+OTHERS: tuple[Group, ...] = ("truncation", "scipy", "autograd", "first-order")
+"""What others have: no part of ours is in it but derivatives, where the setting says so."""
 RATES = (3e-3, 1e-2, 3e-2)
-SHAMPOO_RATES = (1e-1, 1.0, 3.0)
-LAYER_RATES = (5e-4, 1e-3, 2e-3)
-STRENGTHS = (0.0, 1e-3, 3e-3, 1e-2)
+LAYER_RATES = (1e-3, 2e-3)
+STRENGTHS = (1e-3, 3e-3)
 """Of `Proximity` around the start of a layer, isotropic."""
 
 
@@ -132,6 +134,18 @@ def _ablations() -> Iterator[Method]:
         )
 
 
+def _truncation() -> Iterator[Method]:
+    yield Method(
+        "activation-aware SVD",
+        "truncation",
+        ("layer",),
+        "`truncate`: SVD of each head's maps whitened by its activations, W_O by least squares; "
+        "all the others start there",
+        "layer_peers:svd",
+        quick=ONE,
+    )
+
+
 def _scipy() -> Iterator[Method]:
     for method, second, words, quick in (
         ("trust-exact", "hess", "our dense Hessian", ONE),
@@ -192,29 +206,29 @@ def _autograd() -> Iterator[Method]:
 
 
 def _first_order() -> Iterator[Method]:
-    for name, source, needs, rates, layer_rates, quick in (
-        ("Adam", "`torch.optim.Adam`", None, RATES, LAYER_RATES, (1e-2,)),
-        ("Muon", "`torch.optim.Muon`, its rates made Adam's", None, RATES, LAYER_RATES, None),
-        ("SOAP", "pytorch-optimizer", "pytorch_optimizer", RATES, LAYER_RATES, (3e-2,)),
-        ("Shampoo", "pytorch-optimizer", "pytorch_optimizer", SHAMPOO_RATES, SHAMPOO_RATES, None),
+    for name, source, needs, quick in (
+        ("Adam", "`torch.optim.Adam`", None, (1e-2,)),
+        ("Muon", "`torch.optim.Muon`, its rates made Adam's", None, None),
+        ("SOAP", "pytorch-optimizer", "pytorch_optimizer", (3e-2,)),
     ):
         common = partial(Method, group="first-order", needs=needs)
-        schedule = f"{source}; best rate of {_listed(rates)}, warm-up and cosine over its time"
+        schedule = source + "; best rate of {}, warm-up and cosine over its time; {}"
         yield common(
             name,
             kinds=("planted",),
-            setting=f"{schedule}; all data, float64",
+            setting=schedule.format(_listed(RATES), "all data, float64"),
             peer="torch_peers:first_order",
             options={"optimizer": name},
-            grid=rates,
+            grid=RATES,
             quick=quick,
         )
         for budget, suffix in ((1.0, ""), (3.0, LONGER)):
-            if budget == 1 or name in ("Adam", "SOAP"):
+            rates = RATES if budget == 1 else RATES[1:]
+            if budget == 1 or name == "SOAP":
                 yield common(
                     name + suffix,
                     kinds=("head",),
-                    setting=f"{schedule}; all data, float32",
+                    setting=schedule.format(_listed(rates), "all data, float32"),
                     peer="torch_peers:first_order",
                     options={"optimizer": name, "dtype": "float32"},
                     grid=rates,
@@ -224,11 +238,12 @@ def _first_order() -> Iterator[Method]:
         yield common(
             name,
             kinds=("layer",),
-            setting=f"{source}; best rate of {_listed(layer_rates)}, warm-up and cosine over its "
-            "time; batches of 512 tokens, gradients clipped, float32",
+            setting=schedule.format(
+                _listed(LAYER_RATES), "batches of 512 tokens, gradients clipped, float32"
+            ),
             peer="layer_peers:first_order",
             options={"optimizer": name},
-            grid=layer_rates,
+            grid=LAYER_RATES,
             quick=None if quick is None else (2e-3,),
         )
 
@@ -240,6 +255,7 @@ def _listed(values: tuple[float, ...]) -> str:
 METHODS: tuple[Method, ...] = (
     *_ours(),
     *_ablations(),
+    *_truncation(),
     *_scipy(),
     *_autograd(),
     *_first_order(),

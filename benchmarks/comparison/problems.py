@@ -96,10 +96,10 @@ TOY = _planted(2, 16, "real", "random", 1, 1)
 PROBLEMS = {
     problem.name: problem
     for problem in (
-        _planted(8, 256, "real", "random", 2, 3),
-        _planted(8, 256, "real", "near", 1, 2),
-        _planted(8, 256, "clustered", "random", 0, 2),
-        _planted(16, 256, "real", "random", 0, 2),
+        _planted(8, 256, "real", "random", 2, 2),
+        _planted(8, 256, "real", "near", 1, 1),
+        _planted(8, 256, "clustered", "random", 0, 1),
+        _planted(16, 256, "real", "random", 0, 1),
         _planted(16, 256, "clustered", "near", 0, 1),
         Problem(
             name="head",
@@ -114,7 +114,7 @@ PROBLEMS = {
             kind="layer",
             make=layer,
             seeds={"toy": 1, "quick": 0, "full": 1},
-            seconds={"toy": 0.5, "quick": 20.0, "full": 45.0},
+            seconds={"toy": 0.5, "quick": 20.0, "full": 30.0},
         ),
     )
 }

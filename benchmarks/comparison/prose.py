@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from benchmarks.comparison.methods import GROUP_OF, OURS
+from benchmarks.comparison.methods import GROUP_OF, OTHERS, OURS
 from benchmarks.comparison.profiles import share_within
 from benchmarks.comparison.summary import CLOSE, GOAL, LOWER
 from benchmarks.harness import show
@@ -12,7 +12,7 @@ from benchmarks.harness import show
 
 def rivals(problem: Mapping, *groups: str) -> dict[str, Mapping]:
     """Methods that ran, ours and ablations left out."""
-    wanted = groups or ("scipy", "autograd", "first-order")
+    wanted = groups or OTHERS
     return {
         name: m
         for name, m in problem["methods"].items()
@@ -31,11 +31,11 @@ def goal_sentences(problem: Mapping) -> Iterator[str]:
         yield f"Newtention reached the goal on none of {ours['runs']} seeds."
         return
     yield f"Newtention: {show(seconds)} s (median), {hits} of {ours['runs']} seeds."
-    for group, words in (
-        ("scipy", "scipy's methods with our closed forms"),
-        ("autograd", "the methods on automatic differentiation"),
+    for groups, words in (
+        (("scipy",), "scipy's methods with our closed forms"),
+        (("autograd", "first-order"), "the methods on automatic differentiation"),
     ):
-        found = rivals(problem, group)
+        found = rivals(problem, *groups)
         if found:
             yield nearest(found, words)
 

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import environment
+from benchmarks.comparison.worker import key_of
 
 
 class Records:
-    """The file, and what it holds by `Request.key`."""
+    """The file, and what it holds by `key_of`."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -31,7 +32,7 @@ class Records:
         print(line_of(record), flush=True)
 
     def all(self) -> list[dict[str, Any]]:
-        """Those of runs and pilots."""
+        """Those of runs, tries and pilots."""
         return list(self.known.values())
 
     def _learn(self, record: dict[str, Any]) -> None:
@@ -53,19 +54,13 @@ def read(file: Path) -> Iterator[dict[str, Any]]:
                 continue
 
 
-def key_of(record: Mapping[str, Any]) -> tuple:
-    """`Request.key` of a record."""
-    names = ("problem", "seed", "method", "choice")
-    return (*(record[name] for name in names), record["kind"] == "pilot")
-
-
 def line_of(record: Mapping[str, Any]) -> str:
     """For the terminal."""
     parts = [record["problem"], f"seed {record['seed']}", record["method"]]
     if record["choice"] is not None:
         parts.append(f"{record['choice']:g}")
-    if record["kind"] == "pilot":
-        parts.append("(pilot)")
+    if record["kind"] != "run":
+        parts.append(f"({record['kind']})")
     parts.append(record["status"])
     if record.get("loss") is not None:
         parts.append(f"{record['seconds']:.3g} s, relative loss {record['relative_loss']:.5g}")
@@ -77,14 +72,18 @@ def line_of(record: Mapping[str, Any]) -> str:
 def best_choice(
     records: Iterable[Mapping[str, Any]], problem: str, method: str, default: float | None
 ) -> float | None:
-    """Of the first seed: with the lowest held-out loss where there is one, else the lowest loss."""
-    tried = [
-        (merit(r), r["choice"])
+    """Of the first seed: with the lowest held-out loss where there is one, else the lowest loss.
+
+    Tries decide where there are any, for they had equal time; else the runs.
+    """
+    found = [
+        r
         for r in records
-        if (r["kind"], r["problem"], r["method"], r["seed"]) == ("run", problem, method, 0)
+        if (r["problem"], r["method"], r["seed"]) == (problem, method, 0)
         and r.get("loss") is not None
     ]
-    return min(tried, key=lambda pair: pair[0])[1] if tried else default
+    tries = [r for r in found if r["kind"] == "try"]
+    return min(tries or found, key=merit)["choice"] if found else default
 
 
 def merit(record: Mapping[str, Any]) -> float:

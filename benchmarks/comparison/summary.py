@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from benchmarks.comparison.methods import GROUP_OF, OURS
+from benchmarks.comparison.methods import GROUP_OF, OTHERS, OURS
 from benchmarks.comparison.problems import GTOLS
 from benchmarks.comparison.profiles import performance_profile
 from benchmarks.comparison.records import best_choice, merit
@@ -20,7 +20,9 @@ Record = dict[str, Any]
 GOAL = f"{GTOLS[-1]:.0e}"
 CLOSE = 1e-3
 """Excess over the lowest loss that anybody found within which a run counts as arrived."""
-RIVALS = {OURS} | {n for n, group in GROUP_OF.items() if group not in ("ours", "ablation")}
+RIVALS = {OURS} | {n for n, group in GROUP_OF.items() if group in OTHERS}
+EARLY = 0.9
+"""Share of its time before which a run that ends has given up; schedules end a little early."""
 LOWER = 1e-3
 """Relative difference of losses from which one is called lower than the other."""
 
@@ -77,7 +79,7 @@ def of_method(
 
     ratio: seconds to the goal over ours.  A run that did not get there counts with the time that it
     was given or gave up after, `bound` says that there are such: then the ratio is a lower bound.
-    gave_up: runs that ended before their time without it: their bounds say nothing of the method.
+    gave_up: runs that ended before their time without it: their bounds say less of the method.
     lead: how many times sooner ours was at the method's own best; see `lead`.
     ahead: seeds where its loss was lower than our final one by the time that ours had ended.
     """
@@ -98,7 +100,7 @@ def of_method(
         "compile_seconds": _spread(finished, lambda r: r["compile_seconds"]),
         "ratio": spread([x for x in (ratio(r, own) for r, own in paired) if x is not None]),
         "bound": any(GOAL not in r["reached"] for r in finished),
-        "gave_up": sum(r["status"] not in ("reached", "time limit") for r in finished),
+        "gave_up": sum(gave_up(r) for r in finished),
         "close": sum(seconds_to_loss(r, best[r["seed"]]) is not None for r in finished),
         "excess": _spread(finished, lambda r: r["loss"] / best[r["seed"]] - 1),
         "relative_loss": _spread(finished, lambda r: r["relative_loss"]),
@@ -109,6 +111,11 @@ def of_method(
         "never": sum(x is None for x in leads),
         "ahead": sum(ahead(r, own) for r, own in paired),
     }
+
+
+def gave_up(run: Record) -> bool:
+    """Whether it ended by itself, well before its time and short of the goal."""
+    return GOAL not in run["reached"] and run["seconds"] < EARLY * run["limit"]
 
 
 def ratio(run: Record, ours: Record) -> float | None:

@@ -10,10 +10,11 @@ import gc
 import json
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -24,6 +25,11 @@ WARM_UP = 0.3
 """Seconds of a toy problem before the clock is set: first calls load and compile things."""
 LONGEST_MESSAGE = 300
 
+Kind = Literal["pilot", "try", "run"]
+"""A pilot sets the limits of others, a try chooses from a method's grid; only runs are compared."""
+KEY = ("kind", "problem", "seed", "method", "choice")
+"""What makes it the same run."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -31,7 +37,6 @@ class Request:
 
     problem, method: names.  choice: of the method's grid.  limit: seconds.
     core: the processor to stay on; None leaves that to the system.
-    pilot: the run sets the limits of others and counts for nothing else.
     """
 
     problem: str
@@ -41,25 +46,17 @@ class Request:
     size: Size
     limit: float
     core: int | None = None
-    pilot: bool = False
-
-    @property
-    def key(self) -> tuple:
-        """What makes it the same run."""
-        return self.problem, self.seed, self.method, self.choice, self.pilot
+    kind: Kind = "run"
 
 
 def identity(request: Request) -> dict[str, Any]:
     """The fields of a record that say which run it is of."""
-    return {
-        "kind": "pilot" if request.pilot else "run",
-        "problem": request.problem,
-        "seed": request.seed,
-        "method": request.method,
-        "choice": request.choice,
-        "size": request.size,
-        "limit": request.limit,
-    }
+    return {name: value for name, value in asdict(request).items() if name != "core"}
+
+
+def key_of(record: Mapping[str, Any]) -> tuple:
+    """What a record has in common with that of the same run, and with no other."""
+    return tuple(record[name] for name in KEY)
 
 
 def measure(request: Request) -> dict[str, Any]:

@@ -43,18 +43,10 @@ def soap(parameters: list[Tensor], rate: float) -> Optimizers:
     return [SOAP(parameters, lr=rate, weight_decay=0.0)]
 
 
-def shampoo(parameters: list[Tensor], rate: float) -> Optimizers:
-    """Shampoo of pytorch-optimizer as it is: inverse roots that are renewed less often diverge."""
-    from pytorch_optimizer import Shampoo
-
-    return [Shampoo(parameters, lr=rate)]
-
-
 MAKERS: dict[str, Callable[[list[Tensor], float], Optimizers]] = {
     "Adam": adam,
     "Muon": muon,
     "SOAP": soap,
-    "Shampoo": shampoo,
 }
 
 

@@ -1,7 +1,7 @@
-"""What a factored attention layer is refitted with today: Adam and others, L-BFGS.
+"""What a factored attention layer is compressed with today: truncation, Adam and others, L-BFGS.
 
-They minimise ||F - B||^2 / ||B||^2 over every weight and bias that the start has, in float32, by
-autograd.
+All but the first minimise ||F - B||^2 / ||B||^2 over every weight and bias that the start has, in
+float32, by autograd.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import newtention as nt
+from benchmarks.comparison.problems import RANK
 from benchmarks.comparison.tasks import LayerTask, epochs, pieces
 from benchmarks.comparison.watch import Watch
 from benchmarks.minilm import Batch
@@ -85,6 +86,11 @@ class Student(nn.Module):
             for name, b in self.biases.items()
         }
         return nt.FactoredAttention(W_Q, W_K, W_V, W_O, **biases, scale=self.shape.scale)
+
+
+def svd(task: LayerTask, watch: Watch, choice: None) -> None:
+    """The truncation that the others start from, timed."""
+    watch.look(nt.truncate(task.problem, task.data.layer, RANK))
 
 
 def first_order(task: LayerTask, watch: Watch, rate: float, optimizer: str) -> None:

@@ -155,6 +155,7 @@ def made_up(method, seed=0, seconds=1.0, loss=1.0, reached=True, problem="d8-rea
         "status": "reached" if reached else "time limit",
         "message": None,
         "seconds": seconds,
+        "limit": 60.0 if reached else seconds,
         "process_seconds": seconds,
         "compile_seconds": 0.0,
         "reached": {g: seconds for g in ("1e-04", "1e-06", GOAL)} if reached else {},
@@ -196,16 +197,18 @@ def test_schedule_resumes_and_survives_a_crash(tmp_path):
     file, log = tmp_path / "records.jsonl", []
     records = race.race(file, "full", [small(2)], ONLY, ran(log, broken=("scipy trust-exact",)))
     rates = methods.RATES
-    assert len(log) == len(records) == 1 + 2 + len(rates) + 1 + 3
-    assert [r.pilot for r in log] == [True] + [False] * (2 + len(rates)) + [True] + [False] * 3
-    # The second seed has the best rate of the first alone, and another order.
-    assert [r.choice for r in log if r.method == "Adam"] == [*rates, 1e-2]
-    firsts = [next(r.method for r in log if r.seed == s and not r.pilot) for s in (0, 1)]
+    assert len(log) == len(records)
+    first = ["pilot"] + ["try"] * len(rates) + ["run"] * 3
+    assert [r.kind for r in log] == [*first, "pilot"] + ["run"] * 3
+    # All rates are tried once, the best of them runs on both seeds, in another order.
+    assert [r.choice for r in log if r.method == "Adam"] == [*rates, 1e-2, 1e-2]
+    firsts = [next(r.method for r in log if r.seed == s and r.kind == "run") for s in (0, 1)]
     assert firsts[0] != firsts[1]
-    limits = {r.method: r.limit for r in log if not r.pilot}
+    limits = {(r.method, r.kind): r.limit for r in log}
     factors = race.FACTORS["planted"]
-    assert limits["scipy trust-exact"] == 0.5 * factors["scipy"]
-    assert limits["Adam"] == 0.5 * factors["first-order"]
+    assert limits["scipy trust-exact", "run"] == 0.5 * factors["scipy"]
+    assert limits["Adam", "run"] == 0.5 * factors["first-order"]
+    assert limits["Adam", "try"] == 0.5 * factors["first-order"] * race.TRIES["planted"]
     # Cut off in the middle of a line: all that is whole is kept, the rest runs again.
     text = file.read_text()
     file.write_text(text[: text.rindex('"seconds"')])
@@ -227,13 +230,33 @@ def test_best_choice_prefers_the_held_out_loss():
     assert best_choice([], "d8-real-near", "Adam", 7.0) == 7.0
     dropped = [dict(t, held_out=None) for t in tries]
     assert best_choice(dropped, "d8-real-near", "Adam", None) == 1e-3
+    # Tries had equal time, a run had more of it.
+    longer = made_up("Adam", choice=1e-1, loss=0.1)
+    tried = [dict(t, kind="try") for t in dropped]
+    assert best_choice([longer, *tried], "d8-real-near", "Adam", None) == 1e-3
+
+
+def test_tries_are_runs_where_they_have_all_of_the_time(tmp_path, monkeypatch):
+    monkeypatch.setitem(race.TRIES, "planted", 1.0)
+    log = []
+    race.race(tmp_path / "records.jsonl", "full", [small(2)], ("Adam",), ran(log))
+    runs = [r for r in log if r.method == "Adam"]
+    assert [r.choice for r in runs] == [*methods.RATES, 1e-2]
+    assert {r.kind for r in runs} == {"run"}
 
 
 def test_records_are_known_by_their_run(tmp_path):
     records = Records(tmp_path / "new" / "records.jsonl")
     records.add(made_up("Adam", choice=1e-2))
     asked = Request("d8-real-near", "Adam", 1e-2, 0, "full", 1.0)
-    assert list(records.known) == [asked.key]
+    assert list(records.known) == [worker.key_of(worker.identity(asked))]
+
+
+def test_who_gave_up():
+    early = made_up("torch L-BFGS", seconds=1.0, reached=False) | {"limit": 10.0}
+    assert summary.gave_up(early)
+    assert not summary.gave_up(early | {"limit": 1.01})
+    assert not summary.gave_up(made_up("torch L-BFGS", seconds=1.0))
 
 
 def test_profiles_by_hand():

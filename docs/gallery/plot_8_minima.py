@@ -26,13 +26,13 @@ print("relative losses", " ".join(f"{loss:.0e}" for loss in losses))
 # keeps what is lower. A relative loss of 1e-29 is that of rounding: the plant.
 found = nt.basin_hopping(problem, members=16, rounds=20)
 print(found.summary())
-print("distance to the planted X", f"{float((found.solution.X - specimen.X).norm()):.0e}")
+print("distance to the planted X", f"{float((found.X - specimen.X).norm()):.0e}")
 
 # %%
 # Every fit that started at random, and the one that was looked for.
 figure, axes = plt.subplots(figsize=(6, 3), layout="constrained")
 axes.semilogy(range(1, 17), losses, "o", label="random starts")
-axes.axhline(found.solution.relative_loss, color="#c0392b", label="basin hopping")
+axes.axhline(found.relative_loss, color="#c0392b", label="basin hopping")
 axes.set(xlabel="fit, by its loss", ylabel="relative loss")
 axes.legend(frameon=False)
 plt.show()

@@ -21,10 +21,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from newtention.api import Options, solve_many
-from newtention.display import Displayed, Table
+from newtention.display import Displayed, Table, aligned
 from newtention.functions import sample_queries
 from newtention.inputs import as_like, require_count, require_positive, shape_text
 from newtention.newton.starts import START_SCALE, logit_spread, random_start
+from newtention.notation import Array
 from newtention.problem import AttentionProblem
 from newtention.solution import Solution
 
@@ -67,6 +68,8 @@ class Round:
 class BasinHopping(Displayed):
     """The outcome of `basin_hopping`.
 
+    X, Y, loss and relative_loss are those of `solution`.
+
     solution: the best fit to all rows.
     others: the other minima that were fitted to all rows, by their loss.
     rounds: what was found on the sample.
@@ -80,15 +83,36 @@ class BasinHopping(Displayed):
     sampled_rows: int
     message: str
 
+    @property
+    def X(self) -> Array:
+        """The query/key map, (d1, d2) or (h, d1, d2)."""
+        return self.solution.X
+
+    @property
+    def Y(self) -> Array:
+        """The value map, (d3, p) or (h, d3, p)."""
+        return self.solution.Y
+
+    @property
+    def loss(self) -> float:
+        """The total loss of the best fit, on all rows."""
+        return self.solution.loss
+
+    @property
+    def relative_loss(self) -> float:
+        """The data loss of the best fit over 1/2 sum_j q_j ||B_j||^2, on all rows."""
+        return self.solution.relative_loss
+
     def summary(self) -> str:
         """A few lines for people."""
-        return "\n".join(f"{name:<18}{value}" for name, value in self._rows())
+        return "\n".join(aligned(self._rows()))
 
     def _rows(self) -> list[tuple[str, str]]:
         first, last = self.rounds[0].losses[0], self.rounds[-1].losses[0]
         others = ", ".join(f"{s.relative_loss:.3g}" for s in self.others) or "none"
         return [
-            ("Relative loss", f"{self.solution.relative_loss:.6g}"),
+            ("Loss", f"{self.loss:.6g}"),
+            ("Relative loss", f"{self.relative_loss:.6g}"),
             ("Other minima", others),
             ("On the sample", f"{first:.3g} after random starts, {last:.3g} in the end"),
             ("Fits", f"{self.rounds[-1].fits} on {self.sampled_rows} rows"),
@@ -106,7 +130,7 @@ class BasinHopping(Displayed):
     def __repr__(self) -> str:
         """One line."""
         return (
-            f"BasinHopping(relative_loss {self.solution.relative_loss:.6g}, "
+            f"BasinHopping(relative_loss {self.relative_loss:.6g}, loss {self.loss:.6g}, "
             f"{len(self.rounds) - 1} rounds, {self.rounds[-1].fits} fits)"
         )
 
@@ -154,7 +178,7 @@ def basin_hopping(
         >>> from newtention import zoo
         >>> problem = zoo.planted(3, 60, tokens="clustered", seed=1).problem
         >>> found = nt.basin_hopping(problem, members=8, rounds=10)
-        >>> found.solution.relative_loss < 1e-20
+        >>> found.relative_loss < 1e-20
         True
     """
     began = time.perf_counter()

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
+from newtention.derivatives.gradient import data_loss
 from newtention.functions import predict
 from newtention.layers import (
     AttentionLayer,
@@ -19,6 +20,7 @@ from newtention.notation import ArrayLike
 from newtention.problem import AttentionProblem
 from newtention.regression import SoftmaxRegression
 from newtention.solution import Solution
+from newtention.weights import as_weights
 
 Run = Solution | SoftmaxRegression
 """What has a course: losses, records, a status."""
@@ -81,6 +83,29 @@ def query_key_and_value_maps(layer: AttentionLayer) -> tuple[np.ndarray, np.ndar
     return Q @ np.repeat(K, group, 0).swapaxes(1, 2), np.repeat(V, group, 0) @ O
 
 
+def unexplained(problem: AttentionProblem, solution: Solution) -> float:
+    """Data loss as a share of the trivial one; 0 where that is 0.
+
+    Trivial are outputs of zero, and for attention maps equal weights, X = 0.
+    """
+    energy = float(problem.target_energy())
+    if energy == 0:
+        return 0.0
+    if not isinstance(solution.layer, MapAttention):
+        return solution.relative_loss
+    w = as_weights(problem, solution.layer)
+    trivial = float(data_loss(problem, w.layer, 0 * w.theta))
+    return solution.data_loss / trivial if trivial > epsilon(problem.like) ** 2 * energy else 0.0
+
+
+def unexplained_softmax(fitted: ArrayLike, b: ArrayLike) -> float:
+    """||fitted - b||^2 as a share of that of equal values, 1/n each; 0 where that is 0."""
+    target = as_array(b)
+    trivial = ((1 / len(target) - target) ** 2).sum()
+    error = ((as_array(fitted) - target) ** 2).sum()
+    return float(error / trivial) if trivial > epsilon(b) ** 2 * (target**2).sum() else 0.0
+
+
 class QueryErrors:
     """Every query of a problem, sequence by sequence without padding, with its error.
 
@@ -120,7 +145,13 @@ class QueryErrors:
 
     def of_sequence(self, i: int) -> float:
         """Relative error of one sequence as a whole; 0 where it has no target."""
-        rows = self.sequence == i
+        return math.sqrt(self.relative_loss(self.sequence == i) or 0.0)
+
+    def relative_loss(self, rows: np.ndarray) -> float | None:
+        """Relative loss of some queries alone; None where they have no target.
+
+        rows: a boolean for every query.
+        """
         energy = (self.weight[rows] * self.target[rows] ** 2).sum()
         error = (self.weight[rows] * self.residual[rows] ** 2).sum()
-        return math.sqrt(error / energy) if energy > 0 else 0.0
+        return float(error / energy) if energy > 0 else None

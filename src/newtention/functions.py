@@ -143,7 +143,8 @@ def hessian(
         The blocks `xx`, `xy` and `yy` and, by `to_dense`, the (N, N) matrix.
 
     Raises:
-        ValueError: weights of the wrong shape, NaN, infinity, or an unknown kind.
+        ValueError: weights of the wrong shape, NaN, infinity, a factored layer (which
+            `hessian_operator` takes), or an unknown kind.
         MemoryError: the matrices do not fit into free memory.
 
     Source: the two-product form of docs/mathematics.md; the blocks as printed in the paper's

@@ -21,7 +21,7 @@ from newtention.memory import (
     require_memory,
 )
 from newtention.newton.footprint import matrix_free_bytes
-from newtention.newton.matrix_free import OVERHEAD, Settings, eliminates
+from newtention.newton.matrix_free import LARGEST_OUTPUT_MAP, OVERHEAD, Settings, eliminates
 from newtention.newton.regime import require_paper
 from newtention.newton.sampled import default_rows
 from newtention.newton.token_metric import SketchName, metric_bytes
@@ -83,7 +83,7 @@ def plan(
     cache_bytes: budget for evaluations that are kept; None: a share of the free memory.
 
     Raises:
-        ValueError: "newton" or "sketched" for a layer that they are not for, or with frozen blocks.
+        ValueError: as for `require_method`.
         MemoryError: the prediction exceeds the free memory.
     """
     free = available_bytes(problem.like.device)
@@ -94,10 +94,8 @@ def plan(
         rows = settings.sample_rows
         fitting = [m for m in possible if _fits(m, problem, layer, n_init, 0.5 * free)]
         method = min(fitting, key=lambda m: _work(m, problem, layer, rows, cached))
-    elif method not in possible:
-        raise ValueError(
-            f'method="{method}" is for the bilinear form without frozen blocks; use "newton-cg".'
-        )
+    else:
+        require_method(method, layer, frozen)
     if method == "newton":
         assert isinstance(layer, Bilinear | AttentionMap)
         needed = _require_dense(problem, layer, n_init)
@@ -163,6 +161,27 @@ def plan_paper(
         'Options(sketch="none") needs the least, a smaller Options(sketch_size=) less.',
     )
     return Plan("paper", 0, needed, False)
+
+
+def require_method(method: str, layer: Parametrisation, frozen: bool) -> None:
+    """Refuse a method other than "auto" and "paper" where it does not apply.
+
+    Raises:
+        ValueError: "newton" or "sketched" for a layer that they are not for, or with frozen blocks.
+    """
+    possible = _possible(layer, frozen)
+    if method in (*possible, "auto", "paper"):
+        return
+    if frozen:
+        wrong = "does not go with Options(freeze=)"
+    elif isinstance(layer, AttentionMap):
+        wrong = "is not for attention maps"
+    elif isinstance(layer, Bilinear):
+        wrong = f"is for a Y of at most {LARGEST_OUTPUT_MAP} rows; this one has {layer.output_rows}"
+    else:
+        wrong = "is for layers of X and Y; this one has W_Q, W_K, W_V and W_O"
+    use = " or ".join(f'method="{name}"' for name in possible)
+    raise ValueError(f'method="{method}" {wrong}.  Use {use}.')
 
 
 def _possible(layer: Parametrisation, frozen: bool) -> tuple[MethodName, ...]:

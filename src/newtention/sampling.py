@@ -23,8 +23,9 @@ from torch import Tensor
 from newtention.chunks import Chunk
 from newtention.derivatives.linearised import Linearised
 from newtention.layers import Evaluation
+from newtention.layout import Layout
 from newtention.linsolve.pseudo_inverse import gram_inverse
-from newtention.problem import AttentionProblem, Layout
+from newtention.problem import AttentionProblem
 
 Scores = Literal["leverage", "uniform"]
 

@@ -90,7 +90,7 @@ class Spectrum(Displayed):
     products: int
 
     def summary(self) -> str:
-        """A few sentences."""
+        """A few sentences, every eigenvalue with its bound."""
         facts = self._facts()
         ends = [f"{end}: {facts[end]}." for end in ("Largest eigenvalues", "Smallest eigenvalues")]
         lines = [f"{self._title()}.", *ends, f"Trace {facts['Trace']}.", *self._notes()]
@@ -115,11 +115,13 @@ class Spectrum(Displayed):
         return facts
 
     def _notes(self) -> list[str]:
+        bounds = ["Within each bound (±) lies an eigenvalue of the matrix."]
         if self.converged:
-            return []
+            return bounds
         return [
+            *bounds,
             f"Not converged: residuals exceed {self.tol:.1e} of the largest |eigenvalue|; "
-            "raise steps= or tol=."
+            "raise steps= or tol=.",
         ]
 
     def _table(self) -> Table:
@@ -127,10 +129,13 @@ class Spectrum(Displayed):
 
     def __repr__(self) -> str:
         """One line."""
+        low = _end(self.smallest[0], self.smallest_residuals[0])
+        high = _end(self.largest[0], self.largest_residuals[0])
+        error = f" (standard error {self.trace_error:.2g})" if self.trace_error else ""
+        reached = f"converged to {self.tol:.0e} of the largest"
         return (
-            f"Spectrum({self.kind}, N {self.N}: {float(self.smallest[0]):.6g} to "
-            f"{float(self.largest[0]):.6g}, trace {self.trace:.6g}, {self.method}, "
-            f"{'converged' if self.converged else 'not converged'})"
+            f"Spectrum({self.kind}, N {self.N}: {low} to {high}, trace {self.trace:.6g}{error}, "
+            f"{reached if self.converged else 'not converged'})"
         )
 
 
@@ -307,7 +312,20 @@ def broadened(
     return grid, values / torch.trapezoid(values, grid), width
 
 
+def _bounded(value: Array, residual: Array) -> str:
+    return f"{float(value):.6g} ± {float(residual):.2g}"
+
+
+def _end(value: Array, residual: Array) -> str:
+    """One eigenvalue with its bound, and whether that includes 0."""
+    zero = " (indistinguishable from 0)" if bool(abs(value) < residual) else ""
+    return _bounded(value, residual) + zero
+
+
 def _listed(values: Array, residuals: Array) -> str:
-    shown = ", ".join(f"{float(v):.6g}" for v in values[:8])
+    """Eigenvalues with their bounds, up to eight, and how many of all may be 0."""
+    pairs = zip(values[:8], residuals[:8], strict=True)
+    shown = ", ".join(_bounded(value, residual) for value, residual in pairs)
     shown = shown if len(values) <= 8 else f"{shown}, ... ({len(values)} in all)"
-    return f"{shown}, each within {float(residuals.max()):.1e} of an exact one"
+    zeros = int((abs(values) < residuals).sum())
+    return shown + (f"; {zeros} of {len(values)} indistinguishable from 0" if zeros else "")

@@ -49,7 +49,10 @@ class Weights:
             ValueError: the weights are of another form.
         """
         if not isinstance(self.layer, Bilinear):
-            raise ValueError("This needs weights (X, Y); a factored layer has no closed blocks.")
+            raise ValueError(
+                "The closed blocks of the Hessian are of weights (X, Y); for a factored layer use "
+                "hessian_operator(problem, layer), whose to_dense() gives the whole matrix."
+            )
         return self.layer, *self.layer.unpack(self.theta)
 
     def present(self, flat: Float[Tensor, "b N"]) -> tuple[Array, Array] | Array | dict[str, Array]:

@@ -277,11 +277,18 @@ MISTAKES = {
     "no array": (lambda f: good(f, "--keys", "k"), "no array 'k' (keys); it holds 'offsets'"),
     "no out": (lambda f: good(f)[:2], "Missing option '--out'"),
     "method": (lambda f: good(f, "--method", "adam"), "'adam'"),
-    "mask": (lambda f: good(f, "--mask", "block"), "'block'"),
+    "mask": (
+        lambda f: good(f, "--mask", "block"),
+        "Invalid value for '--mask': 'block' is not one of 'none', 'causal'.  See:",
+    ),
     "dtype": (lambda f: good(f, "--dtype", "half"), "'half'"),
-    "ridge": (lambda f: good(f, "--ridge", "-1"), "'--ridge'"),
+    "ridge": (
+        lambda f: good(f, "--ridge", "-1"),
+        "Invalid value for '--ridge': must be at least 0; found -1.  See:",
+    ),
     "ridge NaN": (lambda f: good(f, "--ridge", "nan"), "idge"),
-    "ridge text": (lambda f: good(f, "--ridge", "much"), "'--ridge'"),
+    "ridge text": (lambda f: good(f, "--ridge", "much"), "must be a number; found 'much'."),
+    "half iterations": (lambda f: good(f, "--max-iter", "1.5"), "an integer; found '1.5'."),
     "tol": (lambda f: good(f, "--tol", "0"), "tol must be a positive finite number"),
     "scale": (lambda f: good(f, "--scale", "-1"), "scale must be a positive finite number"),
     "heads": (lambda f: good(f, "--heads", "0"), "'--heads'"),
@@ -298,12 +305,59 @@ MISTAKES = {
 @pytest.mark.parametrize("case", MISTAKES)
 def test_a_mistake_gets_one_sentence(newtention, unchecked, tmp_path, case):
     build, message = MISTAKES[case]
-    status, _, err = newtention(*build(tmp_path))
+    status, out, err = newtention(*build(tmp_path))
     assert status == 2
     assert err.startswith("Error: ")
     assert message in err
     assert err.count("\n") == 1
+    assert out == ""
     assert not (tmp_path / "r").exists()
+
+
+def map_file(folder, width=20, **more):
+    content = arrays()
+    del content["offsets"]
+    np.savez(folder / "m.npz", **content | dict(weights=np.full((20, width), 1 / width)) | more)
+    return ["fit", folder / "m.npz", "-o", folder / "r", "--targets", "weights"]
+
+
+def test_messages_about_maps_name_the_arrays_of_the_file(newtention, tmp_path):
+    kind = ("--kind", "attention-map", "--no-report")
+    status, _, err = newtention(*map_file(tmp_path, 19), *kind)
+    assert status == 2
+    assert (
+        f"{tmp_path / 'm.npz'}: array 'weights' (targets) must be 20 x 20 (queries x keys)" in err
+    )
+    fit = map_file(tmp_path, 7, offsets=np.array([0, 8, 20]))
+    assert (
+        "array 'weights' (targets) must have a column for every key" in newtention(*fit, *kind)[2]
+    )
+    fit = map_file(tmp_path, weights=np.full((20, 20), 0.06))
+    err = newtention(*fit, *kind, "--max-iter", 1)[2]
+    assert "array 'weights' (targets) has rows that no attention map matches: 20 that" in err
+    fit = (*map_file(tmp_path), *kind, "--force", "--method", "sketched")
+    status, out, err = newtention(*fit)
+    assert (status, out) == (2, "")
+    assert err == (
+        "Error: --method sketched is not for attention maps.  Use --method newton or --method "
+        "newton-cg.\n"
+    )
+
+
+@pytest.mark.parametrize("kind", ["layer", "attention-map"])
+def test_a_fit_that_explains_nothing_is_named(newtention, tmp_path, kind):
+    tokens = arrays()["tokens"]
+    maps = np.exp(tokens @ np.random.default_rng(0).normal(size=(3, 3)) @ tokens.T)
+    fit = map_file(tmp_path, weights=maps / maps.sum(1, keepdims=True))
+    if kind == "layer":
+        fit[-1] = "targets"
+    fit += ["--kind", kind, "--no-report", "--force", "--ridge"]
+    trivial = {"layer": "outputs that are all zero", "attention-map": "maps of equal weights"}
+    status, _, err = newtention(*fit, 1e4)
+    assert status == 0
+    assert err.startswith("Warning: The fit explains next to nothing: its data loss is ")
+    assert f" % of that of {trivial[kind]}" in err
+    assert newtention(*fit, 0.0, "--max-iter", 50)[2] == ""
 
 
 def test_memory_refusal(newtention, data, tmp_path, monkeypatch):
@@ -397,15 +451,16 @@ def test_the_live_display(data):
         nt.solve(problem, n_init=2, callback=display)
         lines = [str(line) for line in display.render().renderables]
     assert lines[2] == TABLE_HEADER
-    assert f"{display.records[-1].loss:.6e}" in lines[0]
-    assert "0 of 2 starts running" in lines[-1]
+    assert f"{min(record.loss for record in display.records):.6e}" in lines[0]
+    assert "0 of 2 starts running; 2 starts at once: a row is of the best" in lines[-1]
     assert "below the first" in screen.getvalue()
 
 
 def test_lines_follow_the_starts_still_running(data, capsys):
     problem, _ = load_problem(data, ridge_x=0.1, ridge_y=0.1)
     nt.solve(problem, n_init=4, callback=Lines())
-    header, *rows = capsys.readouterr().out.splitlines()
+    caption, header, *rows = capsys.readouterr().out.splitlines()
+    assert caption.startswith("4 starts at once: a row is of the best of those still running")
     assert header == TABLE_HEADER
     assert [int(row.split()[0]) for row in rows] == list(range(len(rows)))
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from rich.console import Console
 
 from newtention import sketch
 from newtention.cli import bench
@@ -50,6 +51,22 @@ def test_table_chart_and_record(newtention, tmp_path, monkeypatch):
     status, text, _ = newtention(*QUICK, "--out", out, "--json")
     assert status == 0
     assert without_times(json.loads(text)) == without_times(record)
+
+
+@pytest.mark.parametrize("width", [None, 60, 200])
+def test_figures_are_never_cut(newtention, monkeypatch, width):
+    """In a pipe one wide table; on a terminal too narrow for it, two that fit."""
+    monkeypatch.setenv("COLUMNS", "30" if width is None else str(width))
+    if width is not None:
+        monkeypatch.setattr(bench, "terminal", lambda: Console(width=width))
+    out = newtention(*QUICK)[1]
+    table = out[: out.index("LighterGlue")]
+    heading = next(line for line in table.splitlines() if "formula" in line)
+    assert ("e(32)" in heading) == (width != 60)
+    assert "…" not in out
+    for word in (*sketch.KINDS, "rate of failure", "e(8)", "e(32)", "ms(32)"):
+        assert f" {word} " in table
+    assert table.count("(0.00 to 0.31)") == len(sketch.KINDS)
 
 
 def test_cases():

@@ -20,6 +20,7 @@ from newtention.io import (
     read_result,
     write_result,
 )
+from newtention.solution import Status
 from tests.certificates import ESTIMATED, GLOBAL, LOCAL, NOTHING
 
 
@@ -55,6 +56,7 @@ def result(fitted, data, tmp_path):
     shutil.copy(provenance.source, data)
     provenance = replace(provenance, source=str(data))
     write_result(tmp_path / "result", problem, solution, provenance, seed=0, n_init=1)
+    (tmp_path / "result" / "report.html").write_text("of the fit")
     return tmp_path / "result"
 
 
@@ -96,7 +98,7 @@ def test_it_prints_writes_and_reports(newtention, result, prove):
 @pytest.mark.parametrize(("ridge", "kind"), [(0.1, "local"), (300, "global")])
 def test_real_proofs(newtention, data, tmp_path, ridge, kind):
     folder = tmp_path / "r"
-    assert newtention("fit", data, "-o", folder, "--ridge", ridge, "--no-report")[0] == 0
+    assert newtention("fit", data, "-o", folder, "--ridge", ridge)[0] == 0
     status, out, err = newtention("certify", folder, "--require", kind)
     assert (status, err) == (0, "")
     assert f"{kind.capitalize()} minimum: proved." in out
@@ -110,7 +112,7 @@ def test_real_proofs(newtention, data, tmp_path, ridge, kind):
 
 def test_a_factored_layer_is_not_certified(newtention, data, tmp_path):
     folder = tmp_path / "r"
-    newtention("fit", data, "-o", folder, "--ranks", 2, "--max-iter", 3, "--no-report")
+    newtention("fit", data, "-o", folder, "--ranks", 2, "--max-iter", 3)
     status, out, _ = newtention("certify", folder)
     assert status == 0
     assert "Not certified: a factored layer" in out
@@ -122,7 +124,7 @@ def test_the_options_reach_the_proof(newtention, result, prove):
     assert newtention("certify", result, *options, "--no-report")[0] == 0
     [(_, settings)] = prove.calls
     assert settings == dict(precise=True, unfolding=False, epsilon=0.2, accuracy=1e-3)
-    assert not (result / "report.html").exists()
+    assert (result / "report.html").read_text() == "of the fit"
     record = json.loads((result / "certificate.json").read_text())
     assert record["settings"] == dict(unfolding=False, epsilon=0.2, accuracy=1e-3)
 
@@ -163,6 +165,49 @@ def test_require(newtention, result, prove, certificate, local, everywhere):
             assert err.count("\n") == 1
         assert (result / "certificate.json").exists()
     assert newtention("certify", result, "--no-report")[0] == 0
+
+
+def test_a_fit_without_a_report_stays_without(newtention, result, prove):
+    (result / "report.html").unlink()
+    status, out, _ = newtention("certify", result)
+    assert status == 0
+    assert out.endswith(f"none, as the fit made none; newtention report {result} makes one\n")
+    assert not (result / "report.html").exists()
+
+
+def test_a_fit_cut_short_is_named_before_the_verdict(newtention, data, tmp_path):
+    folder, place = tmp_path / "r", tmp_path / "c.ckpt"
+    fit = ("fit", data, "-o", folder, "--max-iter", 2, "--no-report", "--force")
+    for options, again in (
+        ((), f"with --layer {folder / 'weights.safetensors'} and another --out"),
+        (("--checkpoint", place), f"it continues from {place}"),
+    ):
+        assert newtention(*fit, *options)[0] == 3
+        out = newtention("certify", folder)[1]
+        words = r"The fit had not converged \(iteration limit; its gradient is up to [0-9.e+-]+\)"
+        assert re.match(words, out)
+        assert again in out.splitlines()[0]
+        assert out.index(again) < out.index("Local minimum: not certified.")
+    assert newtention("certify", folder, "--json")[1].startswith("{")
+    # What it says works.
+    layer = folder / "weights.safetensors"
+    assert newtention(*fit[:2], "-o", tmp_path / "s", "--layer", layer, "--ridge", 0.1)[0] == 0
+    assert "not converged" not in newtention("certify", tmp_path / "s", "--no-report")[1]
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (Status.EARLY_STOP, "The fit stopped early, where the validation loss was lowest (its"),
+        (Status.STALLED, NOTHING.summary()),
+    ],
+)
+def test_what_a_status_says_of_a_failed_proof(newtention, fitted, tmp_path, prove, status, words):
+    prove.certificate = NOTHING
+    problem, solution, provenance = fitted
+    stopped = replace(solution, status=status)
+    write_result(tmp_path / "r", problem, stopped, provenance, seed=0, n_init=1)
+    assert newtention("certify", tmp_path / "r")[1].startswith(words)
 
 
 def test_frozen_blocks_are_mentioned(newtention, data, tmp_path, prove):
@@ -271,6 +316,13 @@ def test_moved_and_changed_data(newtention, data, result, prove):
     status, _, err = newtention("certify", result)
     assert status == 2
     assert "has changed since" in err
+    for name in ("certify", "report"):
+        status, _, err = newtention(name, result, "--source", data)
+        assert status == 2
+        assert f"--source: {data} is not the file of this fit, which was at {data}: its" in err
+        status, _, err = newtention(name, result, "--source", "nope.npz")
+        assert status == 2
+        assert "--source: there is no file nope.npz; expected the data of this fit" in err
 
 
 def swap_weights(folder):

@@ -271,8 +271,15 @@ def test_a_share_is_held_out(newtention, source, tmp_path):
     assert document["validation"]["every"] == document["provenance"]["hold_out"] == 2
     assert document["validation"]["sequences"] == 2
     assert "one sequence in 2" in provenance_rows(document)["held out"]
-    # Predictions are for all sequences of the file.
-    assert newtention("predict", folder)[0] == 0
+    # Predictions are for all sequences of the file; those held out are told apart.
+    status, out, _ = newtention("predict", folder)
+    assert status == 0
+    whole, first, second, _ = out.splitlines()
+    relative = nt.loss(fitted, saved.layer) / (0.5 * tensors[0]["targets"].square().sum())
+    assert whole.endswith(f" on {source}: 5 sequence(s), 44 queries")
+    assert first == f"  fitted       {relative:.6g} on 3 sequence(s), 26 queries"
+    held_loss = f"{saved.validation_loss:.6g}"
+    assert second == f"  held out     {held_loss} on 2 sequence(s), 18 queries"
     assert load_file(folder / "predictions.safetensors")["predictions"].shape == (44, 5)
     assert newtention("report", folder)[0] == 0
 
@@ -337,7 +344,10 @@ def test_a_validation_file_ends_the_fit_early(newtention, source, tmp_path):
     assert relative == pytest.approx(saved.solution.validation_loss)
     assert saved.document["validation"]["sha256"] == origin.sha256
     status, out, _ = newtention("predict", folder, "--source", other, "-o", tmp_path / "p.npz")
-    assert f"Relative loss  {relative:.6g}" in out
+    assert out.startswith(f"Relative loss  {relative:.6g} on {other}: 5 sequence(s), 44 queries\n")
+    out = newtention("predict", folder)[1].splitlines()
+    assert out[0].endswith(f" on {source}: 5 sequence(s), 44 queries")
+    assert out[1] == f"  held out     {relative:.6g} on {other}, by the fit"
 
 
 # Checkpoints
@@ -475,6 +485,13 @@ def garbage(folder):
     return folder / "c"
 
 
+def packed(folder):
+    path = folder / "packed.safetensors"
+    module = torch.nn.MultiheadAttention(4, 2)
+    save_file({f"attn.{name}": w for name, w in module.state_dict().items()}, path)
+    return path
+
+
 L = ("--layer", "source")
 MISTAKES = {
     "ranks": ([*L, "--ranks", 5], "--ranks must lie between 1 and the layer's width"),
@@ -482,7 +499,10 @@ MISTAKES = {
     "no rank": ([*L, "--ranks", "few"], "found 'few'"),
     "rank 0": ([*L, "--ranks", "0"], "found '0'"),
     "heads": ([*L, "--heads", 3], "--heads must lie between 1 and the layer's 2"),
-    "layer widths": (["--layer", narrow], "The layer's widths (d1, d2, d3, p) must be the problem"),
+    "layer widths": (
+        ["--layer", narrow],
+        "layer's widths of queries, keys, values and outputs must be",
+    ),
     "no layer": (["--layer", "x.npz"], "There is no file x.npz"),
     "no head axis": (["--layer", flat], "give the number of query heads, --layer-heads."),
     "prefix": ([*L, "--layer-prefix", "a."], "prefix 'a.': There is no array for W_Q"),
@@ -493,8 +513,21 @@ MISTAKES = {
     "pairing": ([*L, "--rope-pairing", "halves"], "--rope-pairing goes with --rope-base"),
     "logit scale": ([*L, "--logit-scale", 0], "--logit-scale must be a positive finite number"),
     "freeze": ([*L, "--freeze", "W_Q,W_X"], "--freeze must name blocks of the layer, W_Q, b_Q"),
-    "newton": ([*L, "--method", "newton"], "--method newton is for the bilinear form"),
-    "newton ranks": (["--ranks", 2, "--method", "newton"], "--method newton is for X and Y"),
+    "newton": ([*L, "--method", "newton"], "--method newton is for layers of X and Y; this one"),
+    "newton ranks": (
+        ["--ranks", 2, "--method", "newton"],
+        "this one has W_Q, W_K, W_V and W_O.  Use --method newton-cg.",
+    ),
+    "sketched frozen": (
+        ["--freeze", "X", "--method", "sketched"],
+        "--method sketched does not go with --freeze.  Use --method newton-cg.",
+    ),
+    "packed": (
+        ["--layer", packed],
+        "'attn.in_proj_weight' holds W_Q, W_K and W_V of torch.nn.MultiheadAttention in one array; "
+        "convert the module with newtention.FactoredAttention.from_torch and write it with "
+        "newtention.save_layer.",
+    ),
     "proximity": (["--proximity", 1], "name its file with --layer"),
     "two penalties": ([*L, "--proximity", 1, "--ridge", 1], "exclude each other"),
     "isotropic": ([*L, "--isotropic"], "--isotropic goes with --proximity"),
@@ -528,10 +561,11 @@ def test_a_mistake_gets_one_sentence(newtention, unchecked, source, tmp_path, ca
     options, message = MISTAKES[case]
     built = [option(tmp_path) if callable(option) else option for option in options]
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
-    status, _, err = newtention(*fit_of(source, tmp_path, *built))
+    status, out, err = newtention(*fit_of(source, tmp_path, *built))
     assert status == 2
     assert err.startswith("Error: ")
     assert message in err
+    assert not out or "--method" not in message
     assert err.count("\n") == 1
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
 
@@ -615,9 +649,15 @@ def test_time_left(clock, snapshots):
     assert [duration(s) for s in (3.4, 150, 9000)] == ["3 s", "2 min", "2.5 h"]
 
 
-def test_starts_that_run_one_after_another(clock, snapshots):
+def test_starts_that_run_one_after_another(clock, snapshots, capsys):
     """The start shown is the one that runs, and the iterations of those to come count."""
     _, two = snapshots
+    lines = Lines()
+    for p in two:
+        lines(p)
+    caption, header = capsys.readouterr().out.splitlines()[:2]
+    assert caption == "2 starts, one after the other: the table begins again with each."
+    assert header == TABLE_HEADER
     watch = Watch()
     assert any(record is None for record in two[0].records)
     for number, p in enumerate(two):
@@ -628,7 +668,7 @@ def test_starts_that_run_one_after_another(clock, snapshots):
         assert record.iteration == p.iteration
         if number in (1, 2):
             after = {1: 1 + 3, 2: 3}[number]  # max_iter + 1 records of the second start
-            assert watch.left() == f"at most about {2 * after} s left"
+            assert watch.left() == f"at most about {2 * after} s left for all starts"
 
 
 def test_display_and_lines_show_the_validation_loss(snapshots, capsys):

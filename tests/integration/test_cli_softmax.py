@@ -27,6 +27,7 @@ def data(tmp_path):
 @pytest.fixture
 def folder(newtention, data, tmp_path):
     assert newtention("fit", data, "-o", tmp_path / "r", *KIND, "--no-report")[0] == 0
+    (tmp_path / "r" / "report.html").write_text("of the fit")
     return tmp_path / "r"
 
 
@@ -53,7 +54,9 @@ def test_rescaled_forms(newtention, data, tmp_path, form):
     assert f"--rescaled {form} needs a positive --ridge" in err
     assert not (tmp_path / "r").exists()
     status, out, err = newtention(*fit, "--ridge", 0.1, "--no-report")
-    assert (status, err) == (0, "")
+    assert status == 0
+    # These b are of exponentials: the other forms do no better than x = 0.
+    assert ("explains next to nothing" in err) == (form != "exp")
     assert f"rescaled {form} regression" in out
     file = open_arrays(data)
     expected = nt.softmax_regression(
@@ -62,7 +65,8 @@ def test_rescaled_forms(newtention, data, tmp_path, form):
     saved = load_softmax(tmp_path / "r")
     assert saved.result.x.equal(expected.x)
     assert saved.result.form == form
-    assert newtention("certify", tmp_path / "r", "--require", "local", "--no-report")[0] == 0
+    assert newtention("certify", tmp_path / "r", "--require", "local")[0] == 0
+    assert not (tmp_path / "r" / "report.html").exists()  # as the fit had it
     proof = nt.certify_softmax(
         saved.A, saved.b, saved.result.x, ridge=0.1, rescaled=True, kind=form
     )
@@ -97,6 +101,91 @@ def test_certify(newtention, folder):
         status, _, err = newtention("certify", folder, *option)
         assert status == 2
         assert f"{option[0].replace('no-', '')} does not go with a softmax regression" in err
+
+
+@pytest.mark.parametrize("form", [None, "exp", "sinh"])
+def test_predictions(newtention, data, tmp_path, form):
+    folder, other = tmp_path / "r", tmp_path / "other.npz"
+    ridge = () if form is None else ("--rescaled", form, "--ridge", 1e-3)
+    assert newtention("fit", data, "-o", folder, *KIND, "--no-report", *ridge)[0] == 0
+    saved = load_softmax(folder).result
+    status, out, err = newtention("predict", folder)
+    assert (status, err) == (0, "")
+    assert out.startswith(f"Relative loss  {saved.relative_loss:.6g} on {data}: 60 rows\n")
+    fitted = open_arrays(folder / "predictions.safetensors").read("predictions")
+    assert np.allclose(fitted, saved.fitted, rtol=1e-12, atol=0)
+    # Other data, without b and under other names.
+    A = np.random.default_rng(1).normal(size=(7, 3))
+    np.savez(other, M=A, wide=np.ones((7, 4)))
+    data.unlink()
+    asked = ("predict", folder, "--source", other, "-o", tmp_path / "p.npz", "--queries", "M")
+    status, out, err = newtention(*asked)
+    assert (status, err) == (0, "")
+    assert "Relative loss" not in out
+    u = {None: np.exp, "exp": np.exp, "sinh": np.sinh}[form](A @ saved.x.numpy())
+    assert np.allclose(np.load(tmp_path / "p.npz")["predictions"], u / u.sum(), rtol=1e-10)
+    status, _, err = newtention(*asked[:-1], "wide", "--force")
+    assert status == 2
+    assert "array 'wide' (queries) must have 3 columns" in err
+    for option in ("--keys", "--offsets"):
+        status, _, err = newtention(*asked, option, "M")
+        assert status == 2
+        assert f"{option} does not go with a softmax regression" in err
+    status, _, err = newtention("predict", folder)
+    assert status == 2
+    assert "give their place with --source" in err
+
+
+@pytest.mark.parametrize("ridge", [1e-4, 1e4])
+@pytest.mark.parametrize("form", [None, "exp", "sinh"])
+def test_a_fit_that_explains_nothing_is_named(newtention, data, tmp_path, form, ridge):
+    rescaled = () if form is None else ("--rescaled", form)
+    fit = ("fit", data, "-o", tmp_path / "r", *KIND, *rescaled, "--ridge", ridge, "--no-report")
+    status, out, err = newtention(*fit)
+    assert status == 0
+    saved = load_softmax(tmp_path / "r")
+    share = (saved.result.fitted - saved.b).square().sum() / (1 / 60 - saved.b).square().sum()
+    assert f"The fitted values miss {100 * share:.4g} % of the sum of squares" in out
+    assert err.startswith("Warning: The fit explains next to nothing") == bool(share >= 0.95)
+    assert bool(share >= 0.95) == (ridge > 1 or form == "sinh")
+
+
+def test_a_fit_cut_short_is_named_before_the_verdict(newtention, data, tmp_path):
+    folder = tmp_path / "r"
+    assert newtention("fit", data, "-o", folder, *KIND, "--no-report", "--max-iter", 0)[0] == 3
+    status, out, _ = newtention("certify", folder)
+    assert status == 0
+    assert out.startswith("The fit had not converged (iteration limit; its gradient is up to ")
+    assert "Fit again with a higher --max-iter or --max-seconds.\n\nLocal minimum: not" in out
+    assert not (folder / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (dict(v=np.ones(9)), "array 'v' (targets) must have one entry per row of 'M' (queries, 4"),
+        (dict(M=np.ones(4)), "array 'M' (queries) must be 2-D and not empty; found 4."),
+        (dict(M=np.ones((4, 0))), "array 'M' (queries) must be 2-D and not empty; found 4 x 0."),
+        (dict(v=np.full(4, np.nan)), "array 'v' (targets) must hold finite numbers; found nan"),
+        (dict(M=np.ones((4, 1), bool)), "array 'M' (queries) must hold real numbers; found bool"),
+    ],
+)
+def test_messages_name_the_arrays_of_the_file(newtention, tmp_path, content, message):
+    path = tmp_path / "c.npz"
+    np.savez(path, **dict(M=np.ones((4, 1)), v=np.full(4, 0.25)) | content)
+    fit = ("fit", path, "-o", tmp_path / "r", *KIND, "--queries", "M", "--targets", "v")
+    status, _, err = newtention(*fit)
+    assert status == 2
+    assert err.startswith(f"Error: {path}: {message}")
+
+
+def test_warnings_name_the_arrays_of_the_file(newtention, tmp_path):
+    path = tmp_path / "c.npz"
+    np.savez(path, M=np.array([[1], [0], [2]]), v=np.array([2.0, 1.0, -0.5]))
+    fit = ("fit", path, "-o", tmp_path / "r", *KIND, "--queries", "M", "--targets", "v")
+    err = newtention(*fit, "--ridge", 1, "--no-report")[2]
+    assert f"Warning: {path}: array 'M' (queries) holds integers; computing in float64.\n" in err
+    assert f"Warning: {path}: array 'v' (targets) has 1 negative entries and sums to 2.5" in err
 
 
 def test_what_is_not_proved_has_status_3(newtention, folder, monkeypatch):

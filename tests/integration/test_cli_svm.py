@@ -118,7 +118,7 @@ def several(**changes):
 BAD = [
     (arrays(), ["--selected", "choice"], "has no array 'choice' (selected keys); name it with"),
     (arrays(), ["--queries", "q"], "has no array 'q' (queries)"),
-    (arrays(), ["--selected", "keys"], "data.npz: selected must"),
+    (arrays(), ["--selected", "keys"], "data.npz: array 'keys' must"),
     (arrays(), ["--soft", "-1"], "--soft must be positive and finite; found -1.0"),
     (arrays(), ["--tol", "3"], "--tol must be between 0 and 1; found 3.0"),
     (arrays(), ["--norm", "spectral"], "Invalid value for '--norm'"),

@@ -56,9 +56,21 @@ def test_books(noisy):
     assert found.solution.loss == pytest.approx(
         float(nt.loss(noisy, found.solution.X, found.solution.Y)), rel=1e-12
     )
-    assert str(found.sampled_rows) in found.summary()
-    assert "3 rounds" in repr(found)
-    assert "<table" in found._repr_html_()
+
+
+def test_stands_for_its_best_fit(noisy):
+    found = nt.basin_hopping(noisy, members=4, rounds=1)
+    assert found.X is found.solution.X
+    assert found.Y is found.solution.Y
+    assert (found.loss, found.relative_loss) == (found.solution.loss, found.solution.relative_loss)
+    loss, relative = f"{found.loss:.6g}", f"{found.relative_loss:.6g}"
+    for text in (repr(found), found.summary(), found._repr_html_()):
+        assert loss in text
+        assert relative in text
+    for text in (found.summary(), found._repr_html_()):
+        assert f"{found.rounds[-1].fits} on {found.sampled_rows} rows" in text
+        assert found.message in text
+    assert "1 rounds" in repr(found)
 
 
 def test_same_seed_same_result(noisy):

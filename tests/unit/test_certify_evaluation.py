@@ -453,6 +453,4 @@ def test_a_problem_taken_from_a_stack_keeps_its_quadratic():
 def replace_regularizer(problem):
     """The same, its chunks given afresh: nothing is kept by identity."""
     chunks = tuple(replace(c, A1=c.A1.clone()) for c in problem.chunks)
-    other = nt.AttentionProblem.__new__(nt.AttentionProblem)
-    other._set(**{**problem.__dict__, "chunks": chunks})
-    return other
+    return problem.with_chunks(chunks)

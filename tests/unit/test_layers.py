@@ -300,8 +300,10 @@ def test_bad_uses_are_refused(unchecked):
         nt.loss(problem, layer, torch.zeros(3, 7))
     with pytest.raises(ValueError, match="widths"):
         nt.loss(problem, weights(d1=4))
-    with pytest.raises(ValueError, match="closed blocks"):
+    with pytest.raises(ValueError, match=r"use hessian_operator\(problem, layer\)"):
         nt.hessian(problem, layer)
+    size = layer.parametrisation.size
+    assert nt.hessian_operator(problem, layer).to_dense().shape == (size, size)
     with pytest.raises(ValueError, match="vectors of length"):
         nt.hessian_operator(problem, layer) @ torch.zeros(3).double()
     A1, A2, A3, B = (torch.zeros(2, d).double() for d in (5, 6, 3, 7))

@@ -100,18 +100,12 @@ def test_evaluation_elements_count_every_tensor(name):
     at = point(name)
     total = 0
     for chunk in at.problem.chunks:
-        (only,) = Linearised(replace_chunks(at.problem, chunk), at.layer, at.theta).evaluations()
+        (only,) = Linearised(at.problem.with_chunks((chunk,)), at.layer, at.theta).evaluations()
         found = sum(t.numel() for t in tensors(only))
         o, s, n = chunk.weight.shape
         assert found == o * s * at.layer.evaluation_elements(n, chunk.A2.shape[2])
         total += found
     assert total * 8 == evaluation_bytes(at.problem, at.layer)
-
-
-def replace_chunks(problem, chunk):
-    other = nt.AttentionProblem.__new__(nt.AttentionProblem)
-    other._set(**{**problem.__dict__, "chunks": (chunk,)})
-    return other
 
 
 def tensors(at: Evaluation):

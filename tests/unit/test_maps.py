@@ -104,6 +104,16 @@ def test_tiles_and_blocks_of_keys_change_nothing(monkeypatch, name, budget):
     require_close("products", nt.hessian_operator(problem, case.X).to_dense(), operator, 1e-13)
 
 
+@pytest.mark.parametrize("name", ["one sequence", "query weights, padded", "one query"])
+def test_parts_of_the_hessian_in_one_pass(name):
+    case = BY_NAME[name]
+    problem, X = case.problem(), case.X[None, None]
+    full = maps.map_second_order(problem, X)
+    half = maps.map_second_order(problem, X, torch.zeros(1).double())[2]
+    for got, want in zip(maps.map_second_order_parts(problem, X), (*full, half), strict=True):
+        assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("n", [1, maps.FEW_ROWS, maps.FEW_ROWS + 1])
 def test_moments_of_few_and_many_rows(n):
     W, A2 = randn(0, 2, 3, n, 7), randn(1, 2, 3, 7, 4)

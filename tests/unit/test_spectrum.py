@@ -506,3 +506,38 @@ def test_summary(large):
     assert "standard error" not in s.summary()
     assert "... (9 in all)" in s.summary()
     assert repr(s).startswith("Spectrum(gauss-newton, N 22: ")
+
+
+def shown_spectrum(smallest, residuals, **changes):
+    """What is shown of these smallest eigenvalues, under a largest of 7."""
+    case = BY_NAME["one sequence"]
+    found = spectra.spectrum(case.problem(), *case.point(), k=len(smallest))
+    fields = {
+        "smallest": np.array(smallest),
+        "smallest_residuals": np.array(residuals),
+        "largest": np.full(len(smallest), 7.0),
+        "largest_residuals": np.full(len(smallest), 1e-12),
+    }
+    s = replace(found, **fields, **changes)
+    return repr(s), s.summary(), s._repr_html_()
+
+
+def test_eigenvalues_are_shown_with_their_bounds():
+    line, *texts = shown_spectrum([-3e-3, 2e-3, 1.0], [2e-6, 3e-6, 4e-7])
+    assert "-0.003 ± 2e-06 to 7 ± 1e-12, " in line
+    assert "converged to 1e-04 of the largest" in line
+    for text in texts:
+        assert "7 ± 1e-12, 7 ± 1e-12" in text
+        assert "-0.003 ± 2e-06, 0.002 ± 3e-06, 1 ± 4e-07" in text
+        assert "Within each bound (±) lies an eigenvalue of the matrix." in text
+    assert not any("indistinguishable" in text for text in (line, *texts))
+
+
+def test_eigenvalues_below_their_bounds_are_called_indistinguishable_from_0():
+    line, *texts = shown_spectrum([-3e-5, 2e-5, 1.0], [8e-5, 2e-6, 4e-7])
+    assert "-3e-05 ± 8e-05 (indistinguishable from 0) to 7 ± 1e-12, " in line
+    for text in texts:
+        assert "1 ± 4e-07; 1 of 3 indistinguishable from 0" in text
+    line = shown_spectrum([-3e-5], [8e-5], trace_error=0.5, converged=False)[0]
+    assert "(standard error 0.5)" in line
+    assert "converged to" not in line

@@ -402,7 +402,7 @@ BAD = [
     (dict(A2=np.full((7, 4), np.inf)), ValueError, "A2 must hold finite numbers; found inf"),
     (dict(A1=np.zeros((0, 3)), selected=np.zeros(0, int)), ValueError, "A1 must not be empty"),
     (dict(A2=np.zeros((7, 0))), ValueError, "A2 must not be empty"),
-    (dict(A1=np.zeros(3)), ValueError, "A1 must be any x any (tokens x width); found 3"),
+    (dict(A1=np.zeros(3)), ValueError, "A1 must be 2-D (one sequence) or 3-D (a padded batch)"),
     (dict(A1=np.zeros((9, 3), np.float32)), TypeError, "All arrays must have one floating type"),
     (dict(A1=torch.zeros(9, 3)), TypeError, "A1 is a torch tensor but A2 is ndarray"),
     (dict(norm="spectral"), ValueError, 'norm must be "frobenius" or "nuclear"; found'),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,32 +32,34 @@ def higher_moments(
 
     A2 should be near its attended mean: little cancels then.
     """
-    mu = P @ A2[:, None]
-    squares = A2.square().sum(-1)[:, None, None] - 2 * mu @ A2.mT[:, None]
-    squares = (squares + mu.square().sum(-1, keepdim=True)).clamp_min(0)  # |t|^2, (s, h, n, m)
-    return (
-        _largest_scatter(P * squares, A2, mu),
-        _largest_scatter(P * squares**2, A2, mu),
-        _largest_scatter(P * squares**3, A2, mu),
-    )
+    fourth, sixth, eighth = _moments(P, A2, (1, 2, 3))
+    return fourth, sixth, eighth
 
 
 def key_moments(
     P: Float[Tensor, "s h n m"], A2: Float[Tensor, "s m d2"], size: Float[Tensor, " sn"]
 ) -> KeyMoments:
     """All moments, those of order 2 included."""
-    return KeyMoments(_largest_scatter(P, A2, P @ A2[:, None]), *higher_moments(P, A2), size)
+    return KeyMoments(*_moments(P, A2, (0, 1, 2, 3)), size=size)
 
 
-def _largest_scatter(
-    weights: Float[Tensor, "s h n m"], A2: Float[Tensor, "s m d2"], mu: Float[Tensor, "s h n d2"]
-) -> Float[Tensor, " sn"]:
-    """lambda_max of sum_k w_k (a2_k - mu)(a2_k - mu)^T, the largest over heads."""
-    pairs = (A2[..., :, None] * A2[..., None, :]).flatten(-2)
-    first = (weights @ A2[:, None])[..., :, None] * mu[..., None, :]
-    total = weights.sum(-1)[..., None, None] * mu[..., :, None] * mu[..., None, :]
-    raw = (weights @ pairs[:, None]).unflatten(-1, (A2.shape[-1],) * 2)
-    return largest_eigenvalue(raw - first - first.mT + total).amax(1).flatten()
+def _moments(
+    P: Float[Tensor, "s h n m"], A2: Float[Tensor, "s m d2"], powers: Sequence[int]
+) -> list[Float[Tensor, " sn"]]:
+    """lambda_max of E[|t|^2k t t^T], the largest over heads, for every k of `powers`."""
+    mu = P @ A2[:, None]
+    squares = A2.square().sum(-1)[:, None, None] - 2 * mu @ A2.mT[:, None]
+    squares = (squares + mu.square().sum(-1, keepdim=True)).clamp_min(0)  # |t|^2, (s, h, n, m)
+    pairs = (A2[..., :, None] * A2[..., None, :]).flatten(-2)[:, None]
+    moments = []
+    for power in powers:
+        weights = P * squares**power
+        raw = (weights @ pairs).unflatten(-1, (A2.shape[-1],) * 2)
+        first = (weights @ A2[:, None])[..., :, None] * mu[..., None, :]
+        total = weights.sum(-1)[..., None, None] * mu[..., :, None] * mu[..., None, :]
+        scatter = raw - first - first.mT + total
+        moments.append(largest_eigenvalue(scatter).amax(1).flatten())
+    return moments
 
 
 def largest_eigenvalue(M: Float[Tensor, "*lead d d"]) -> Float[Tensor, "*lead"]:

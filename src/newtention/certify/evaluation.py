@@ -7,7 +7,6 @@ float64 numbers) and whose regulariser is the stated one; the exact point is (X,
 from __future__ import annotations
 
 import math
-from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +15,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from newtention.bounds.rounding import TINY, UNIT, norm_upper
-from newtention.certify.layer_evaluation import RowQuantities, evaluate_layer, total
+from newtention.certify.data_evaluation import RowQuantities, total
+from newtention.certify.layer_evaluation import evaluate_layer
 from newtention.certify.map_evaluation import evaluate_map
 from newtention.certify.penalty_errors import bilinear_form, evaluate_penalty, exact_penalty
 from newtention.certify.precise import (
@@ -158,14 +158,8 @@ def data_in_double(problem: AttentionProblem) -> AttentionProblem:
     """The same data in float64, without the regulariser."""
     d1, d2, d3, _ = problem.widths
     chunks = tuple(_double(chunk) for chunk in problem.chunks)
-    data = copy(problem)
-    data._set(
-        chunks=chunks,
-        regularizer=None,
-        quadratic=zero_quadratic(1, d1, d2, d3, chunks[0].A1),
-        parts=(),
-    )
-    return data
+    quadratic = zero_quadratic(1, d1, d2, d3, chunks[0].A1)
+    return problem._changed(chunks=chunks, regularizer=None, quadratic=quadratic, parts=())
 
 
 def _double(chunk: Chunk) -> Chunk:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from newtention.bounds.balls import norms_upper
 from newtention.bounds.rounding import TINY, UNIT, gamma, norm_upper, softmax_error, upward
-from newtention.certify.layer_evaluation import (
+from newtention.certify.data_evaluation import (
     DataEvaluation,
     RowQuantities,
     defined,
@@ -28,7 +28,7 @@ from newtention.certify.layer_evaluation import (
 )
 from newtention.certify.row_errors import LARGEST_SHARE, real_rows
 from newtention.chunks import Chunk
-from newtention.derivatives.maps import map_second_order
+from newtention.derivatives.maps import map_second_order_parts
 from newtention.layers import AttentionMap, Evaluation, evaluate
 from newtention.problem import AttentionProblem
 
@@ -81,9 +81,7 @@ def evaluate_map(
     """The data part of a fit of attention maps."""
     r = _rows(data, layer, theta)
     n, keys = len(r.query), max(chunk.A2.shape[2] for chunk in data.chunks)
-    X = layer.unpack(theta)
-    loss, gradient, H = map_second_order(data, X)
-    gauss_newton = map_second_order(data, X, theta.new_zeros(1))[2][0]
+    loss, gradient, H, gauss_newton = map_second_order_parts(data, layer.unpack(theta))
     # Roundings on the way of each row's term in a sum over rows, the scale's included.
     depth, count = gamma(n + 24), 16 * n + 1000
     size = r.query
@@ -99,7 +97,7 @@ def evaluate_map(
     c = r.residual + 2.0 * r.residual_error
     energy = 0.5 * (r.weight * c.square()).sum()
     loss_error = (r.weight * (c * r.residual_error + r.residual_error.square())).sum()
-    jacobian_norm = root_of_largest(gauss_newton, summed(r.gauss_newton, r.gauss_newton_error))
+    jacobian_norm = root_of_largest(gauss_newton[0], summed(r.gauss_newton, r.gauss_newton_error))
     t = r.t + 2.0 * r.t_error
     gradient_error = query_norm(data) * r.t_error.square().sum().sqrt()
     gradient_error = gradient_error + depth * (size.square().sum() * t.square().sum()).sqrt()

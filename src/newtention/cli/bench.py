@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from newtention import sketch
 from newtention.cli import options
-from newtention.cli.progress import busy
+from newtention.cli.progress import busy, terminal
 from newtention.cli.terminal import say
 from newtention.examples import KEYPOINTS, find_example
 from newtention.files import write_atomically
@@ -104,9 +104,8 @@ def sketches(
     if as_json:
         say(json.dumps(record, indent=1))
     else:
-        console = Console(highlight=False)
         for name, kinds in results.items():
-            console.print(_table(name, kinds, delta))
+            _show(name, kinds)
         say(_meaning(rows * rows, epsilon, delta, draws))
     if out is not None:
         image = io.BytesIO()
@@ -143,24 +142,54 @@ def _prepare(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
 
 
-def _table(name: str, kinds: list[quality.Comparison], delta: float) -> Table:
-    table = Table(title=name, title_justify="left", title_style="bold", box=None, padding=(0, 1))
-    table.add_column("kind")
-    headings = ("formula", "calibrated", "rate of failure")
-    for heading in (*headings, *(f"e({n})" for n in SIZES), f"ms({SIZES[-1]})"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for c in kinds:
-        formula = str(c.formula) if c.transformed is None else f"{c.formula} ({c.transformed})"
-        low, high = c.calibration.interval
-        table.add_row(
-            c.kind,
-            formula,
-            str(c.calibration.size),
-            f"{c.calibration.rate:.2f} ({low:.2f} to {high:.2f})",
-            *(f"{m.distortion:.2f}" for m in c.measurements),
-            f"{1e3 * c.measurements[-1].seconds:.2g}",
-        )
+def _show(name: str, kinds: list[quality.Comparison]) -> None:
+    """Print the figures of a case whole: on a narrow terminal in two tables, elsewhere in one."""
+    columns = _columns(kinds)
+    table = _table(name, columns)
+    console = terminal()
+    if console is None or _width(table) <= console.width:
+        tables = [table]
+    else:
+        tables = [_table(name, columns[:4]), _table("", [columns[0], *columns[4:]])]
+    for table in tables:
+        Console(highlight=False, width=_width(table)).print(table)
+
+
+def _width(table: Table) -> int:
+    """Characters of a line if nothing is cut."""
+    return max(1, Console(width=1000).measure(table).maximum)
+
+
+def _table(name: str, columns: list[tuple[str, list[str]]]) -> Table:
+    table = Table(
+        title=name or None, title_justify="left", title_style="bold", box=None, padding=(0, 1)
+    )
+    for i, (heading, _) in enumerate(columns):
+        table.add_column(heading, justify="right" if i else "left", no_wrap=True)
+    for row in zip(*(cells for _, cells in columns), strict=True):
+        table.add_row(*row)
     return table
+
+
+def _columns(kinds: list[quality.Comparison]) -> list[tuple[str, list[str]]]:
+    """Headings and cells: the kind, three columns on sizes, and those on fixed sizes."""
+    sizes, rates = [], []
+    for c in kinds:
+        sizes.append(str(c.formula) if c.transformed is None else f"{c.formula} ({c.transformed})")
+        low, high = c.calibration.interval
+        rates.append(f"{c.calibration.rate:.2f} ({low:.2f} to {high:.2f})")
+    distortions = [
+        (f"e({n})", [f"{c.measurements[i].distortion:.2f}" for c in kinds])
+        for i, n in enumerate(SIZES)
+    ]
+    return [
+        ("kind", [c.kind for c in kinds]),
+        ("formula", sizes),
+        ("calibrated", [str(c.calibration.size) for c in kinds]),
+        ("rate of failure", rates),
+        *distortions,
+        (f"ms({SIZES[-1]})", [f"{1e3 * c.measurements[-1].seconds:.2g}" for c in kinds]),
+    ]
 
 
 def _meaning(product: int, epsilon: float, delta: float, draws: int) -> str:

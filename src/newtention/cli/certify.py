@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from newtention.certify import certify as prove
 from newtention.cli import options
 from newtention.cli.progress import busy
-from newtention.cli.report import make_report
+from newtention.cli.report import NO_REPORT, has_report, make_report
 from newtention.cli.softmax import certify_softmax_folder
 from newtention.cli.terminal import complain, say
+from newtention.cli.words import AGAIN, not_converged
 from newtention.io import load_result, write_certificate
-from newtention.io.results import CERTIFICATE, require_writable
+from newtention.io.results import CERTIFICATE, WEIGHTS, require_writable
 from newtention.io.softmax import holds_softmax
 
 NOT_PROVED = 3
@@ -74,7 +75,7 @@ def certify(
     ] = None,
     as_json: options.AsJson = False,
     no_report: Annotated[
-        bool, typer.Option("--no-report", help="Leave report.html as it is.")
+        bool, typer.Option("--no-report", help="Leave an old report.html as it is.")
     ] = False,
 ) -> None:
     """Prove what can be proved about the weights of a fit.
@@ -84,10 +85,12 @@ def certify(
     from the data and the weights alone.  Where a proof fails, the reasons are given; the weights
     may still be a minimum.
 
-    Of a softmax regression (fit --kind softmax) a local minimum is proved, with no options.
+    Of a softmax regression (fit --kind softmax) a local minimum is proved; --precise, --unfolding,
+    --epsilon and --accuracy do not go with it.
 
     The data are read again from where the fit found them, and must not have changed.  In DIR,
-    certificate.json is written and report.html made anew with the certificate.
+    certificate.json is written, and report.html, if the fit made one, is made anew with the
+    certificate.
 
     [bold]Examples[/bold]
 
@@ -127,6 +130,11 @@ def certify(
             epsilon=epsilon,
             accuracy=accuracy,
         )
+    if not as_json and "proved" not in (certificate.local_minimum, certificate.global_minimum):
+        again = _again(folder, document)
+        sentence = not_converged(solution.status, certificate.gradient, again)
+        if sentence is not None:
+            say(f"{sentence}\n")
     settings = {"unfolding": unfolding, "epsilon": epsilon, "accuracy": accuracy}
     record = write_certificate(folder, certificate, document, settings=settings)
     if as_json:
@@ -138,7 +146,7 @@ def certify(
             say(f"The fit kept {kept} frozen; the certificate is about all weights.")
         say()
         say(f"Certificate  {folder / CERTIFICATE}")
-    if not no_report:
+    if not no_report and has_report(folder):
         try:
             with nullcontext() if as_json else busy("Making the report"):
                 path = make_report(folder, problem, solution, document)
@@ -147,6 +155,8 @@ def certify(
             raise
         if not as_json:
             say(f"Report       {path}")
+    elif not (no_report or as_json):
+        say(NO_REPORT.format(folder))
     verdicts = {"local": certificate.local_minimum, "global": certificate.global_minimum}
     sufficient = verdicts.values() if require == "local" else [certificate.global_minimum]
     if require is not None and "proved" not in sufficient:
@@ -155,3 +165,17 @@ def certify(
             f"{verdicts[require]!r}."
         )
         raise typer.Exit(NOT_PROVED)
+
+
+def _again(folder: Path, document: dict[str, Any]) -> str:
+    """How to continue a fit of layers."""
+    if document.get("checkpoint"):
+        return (
+            "To go on, give the same newtention fit again with --force and higher limits; it "
+            f"continues from {document['checkpoint']}."
+        )
+    if document["provenance"]["kind"] == "attention-map":
+        return AGAIN
+    return (
+        f"To go on, give the same newtention fit with --layer {folder / WEIGHTS} and another --out."
+    )

@@ -17,12 +17,12 @@ from newtention.cli.resume import Resume
 from newtention.cli.softmax import fit_softmax
 from newtention.cli.start import LayerOptions, load_start, require_proximity
 from newtention.cli.terminal import complain, say
-from newtention.cli.words import describe, meaning
+from newtention.cli.words import CONTINUABLE, describe, fitted_shape, meaning, useless
+from newtention.inputs import require_positive
 from newtention.io import ArrayNames, load_problem, prepare_folder, write_result
-from newtention.solution import Status
+from newtention.planning import require_method
 
 NOT_CONVERGED = 3
-CONTINUABLE = (Status.ITERATION_LIMIT, Status.TIME_LIMIT, Status.INTERRUPTED)
 
 
 def fit(
@@ -130,6 +130,8 @@ def fit(
         "--lengths": lengths,
         "--key-lengths": key_lengths,
     }
+    if tol is not None:
+        require_positive("tol", tol)
     options.require_kind(kind, of_layers, of_data, {"--rescaled": rescaled})
     if kind == "softmax":
         fit_softmax(
@@ -157,10 +159,6 @@ def fit(
     )
     start_from.require_sense()
     require_proximity(proximity, isotropic, layer, [ridge, ridge_x, ridge_y])
-    if method == "newton" and (frozen or widths):
-        raise ValueError(
-            "--method newton is for X and Y without --freeze and --ranks; use newton-cg."
-        )
     resume = Resume(checkpoint, out)
     created = prepare_folder(out, force, resume.beside)
     with removed_on_failure(out, created):
@@ -183,8 +181,10 @@ def fit(
             start = load_start(start_from, source, problem, heads, widths)
         if start is not None and proximity is not None:
             problem = problem.with_regularizer(start.around(proximity, isotropic))
+        shape = fitted_shape(problem, start, heads or 1, widths)
+        require_method(method, shape, bool(frozen))
         if not as_json:
-            say(describe(problem, provenance, start, heads or 1, widths))
+            say(describe(problem, provenance, shape))
             for part in (start, held_out):
                 if part is not None:
                     say(part.sentence())
@@ -243,6 +243,9 @@ def fit(
         say(f"Weights  {out / 'weights.safetensors'}")
         if checkpoint is not None and solution.status in CONTINUABLE:
             say(f"To go on   the same command with --force, from {checkpoint}")
+    warning = useless(problem, solution)
+    if warning is not None:
+        complain(f"Warning: {warning}")
     if not no_report:
         try:
             with nullcontext() if as_json else busy("Making the report"):

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from newtention.io.results import PREDICTIONS
+
 
 @contextmanager
 def removed_on_failure(folder: Path, created: bool) -> Iterator[None]:
@@ -17,3 +19,15 @@ def removed_on_failure(folder: Path, created: bool) -> Iterator[None]:
             with suppress(OSError):
                 folder.rmdir()
         raise
+
+
+def predictions_path(folder: Path, out: Path | None, source: str) -> Path:
+    """Where predictions go: the file asked for, or one in the result folder.
+
+    Raises:
+        ValueError: it is the file of the data.
+    """
+    path = out or folder / PREDICTIONS
+    if path.exists() and path.resolve() == Path(source).resolve():
+        raise ValueError(f"{path} holds the data; choose another file for the predictions.")
+    return path

@@ -137,10 +137,29 @@ def _usage(error: Any) -> int:
     if type(error).__name__ == "NoArgsIsHelpError":  # older versions of typer raise it
         say(error.format_message())
         return BAD_INPUT
+    found = _found(error)
+    if found is not None:
+        error.message = found
     message = error.format_message().rstrip()
     path = context.command_path if context is not None else "newtention"
     complain(f"Error: {message}{'' if message.endswith('.') else '.'}  See: {path} --help")
     return BAD_INPUT
+
+
+def _found(error: Any) -> str | None:
+    """What an option must be and was, where typer had pydantic check it; None elsewhere."""
+    details = getattr(error.__cause__, "errors", None)
+    if details is None:
+        return None
+    first = details(include_url=False)[0]
+    kind, about, value = first["type"], first.get("ctx", {}), first["input"]
+    if kind == "value_error":  # typer's own words, on choices
+        return str(about["error"])
+    wants = {"greater_than_equal": "at least {ge:g}", "less_than_equal": "at most {le:g}"}
+    if kind in wants:
+        return f"must be {wants[kind].format(**about)}; found {value}."
+    number = "an integer" if kind.startswith("int_") else "a number"
+    return f"must be {number}; found {value!r}."
 
 
 def _sentence(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -11,9 +12,12 @@ import typer
 
 import newtention.functions as functions
 from newtention.cli import options
+from newtention.cli.folders import predictions_path
 from newtention.cli.held_out import unequal_width
+from newtention.cli.softmax import predict_softmax_folder
 from newtention.cli.terminal import say
 from newtention.derivatives.gradient import data_loss
+from newtention.diagnostics import QueryErrors
 from newtention.inputs import shape_text
 from newtention.io import (
     ArrayNames,
@@ -25,6 +29,7 @@ from newtention.io import (
     recorded_file,
     write_array,
 )
+from newtention.io.softmax import holds_softmax
 from newtention.problem import AttentionProblem
 from newtention.weights import as_weights
 
@@ -64,8 +69,12 @@ def predict(
 
     Mask, scale and precision are those of the fit, and so are the arrays' names unless others are
     given; of the data of the fit, sequences held out by --validation-share are part.  Where there
-    are targets, the relative loss is printed too: on data that the fit has not seen, it tells how
+    are targets, the relative loss is printed too, with the rows that it is of, and if some were
+    held out, those fitted and those held out apart: on data that the fit has not seen, it tells how
     well the layer generalises.
+
+    Of a softmax regression (fit --kind softmax) softmax(A x) is computed, or its rescaled form; of
+    the arrays --queries (A) and --targets (b) alone go with it.
 
     [bold]Examples[/bold]
 
@@ -73,6 +82,25 @@ def predict(
 
     [cyan]newtention predict result --source heldout.safetensors --out heldout_outputs.npz[/cyan]
     """
+    if holds_softmax(folder):
+        of_layers = {
+            "--keys": keys,
+            "--values": values,
+            "--offsets": offsets,
+            "--key-offsets": key_offsets,
+            "--lengths": lengths,
+            "--key-lengths": key_lengths,
+        }
+        predict_softmax_folder(
+            folder,
+            source,
+            out,
+            force=force,
+            matrix=queries,
+            target=targets,
+            of_layers={name: value is not None for name, value in of_layers.items()},
+        )
+        return
     saved = read_result(folder)
     names = ArrayNames(queries, targets, keys, values, offsets, key_offsets, lengths, key_lengths)
     problem, provenance = _data(saved, source, names)
@@ -84,9 +112,7 @@ def predict(
             f"The layer in {saved.folder} was fitted to {role} of width {fitted}; those of "
             f"{provenance.source} have width {found}."
         )
-    path = out or folder / "predictions.safetensors"
-    if path.exists() and path.resolve() == Path(provenance.source).resolve():
-        raise ValueError(f"{path} holds the data; choose another file for the predictions.")
+    path = predictions_path(folder, out, provenance.source)
     layer = saved.solution.layer
     outputs = torch.as_tensor(functions.predict(problem, layer))
     write_array(path, "predictions", outputs, force=force or out is None)
@@ -94,8 +120,36 @@ def predict(
         w = as_weights(problem, layer)
         energy = float(problem.target_energy())
         relative = float(data_loss(problem, w.layer, w.theta)) / (energy or 1.0)
-        say(f"Relative loss  {relative:.6g}")
+        layout = problem.layout
+        size = _size(len(layout.queries), sum(layout.queries))
+        say(f"Relative loss  {relative:.6g} on {provenance.source}: {size}")
+        if source is None:
+            for line in _parts(saved, problem):
+                say(line)
     say(f"Predictions    {path} ({shape_text(outputs.shape)}, {provenance.dtype})")
+
+
+def _parts(saved: SavedResult, problem: AttentionProblem) -> Iterator[str]:
+    """On the data of the fit: what was fitted and what was held out, apart."""
+    held_out = saved.document.get("validation")
+    every = saved.provenance.hold_out
+    if held_out is not None and not every:
+        yield (
+            f"  held out     {saved.solution.validation_loss:.6g} on {held_out['source']}, by the "
+            "fit"
+        )
+    if not every:
+        return
+    errors = QueryErrors(problem, saved.solution)
+    out = errors.sequence % every == every - 1
+    for name, rows in (("fitted", ~out), ("held out", out)):
+        loss = errors.relative_loss(rows)
+        size = _size(len(set(errors.sequence[rows])), int(rows.sum()))
+        yield f"  {name:<12} {'no target' if loss is None else f'{loss:.6g}'} on {size}"
+
+
+def _size(sequences: int, queries: int) -> str:
+    return f"{sequences} sequence(s), {queries} queries"
 
 
 def _data(

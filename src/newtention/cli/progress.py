@@ -57,6 +57,8 @@ class Lines(Silent):
         """Print the best start that took part in this iteration."""
         record = self.watch.note(progress)
         if not self.begun:
+            if len(progress.ended) > 1:
+                say(caption(len(progress.ended), self.watch.one_by_one))
             say(header(record))
             self.begun = True
         model = "" if record.model == "newton" else "  Gauss-Newton"
@@ -117,7 +119,7 @@ class Display(Silent):
         return Group(*lines)
 
     def _head(self, seconds: float) -> Text:
-        losses = [record.loss for record in self.records]
+        losses = list(accumulate((record.loss for record in self.records), min))
         first, last = losses[0], losses[-1]
         unicode = (self.live.console.encoding or "").startswith("utf")
         left = self.watch.left()
@@ -153,6 +155,7 @@ class Display(Silent):
             notes.append(before if both else "Gauss-Newton steps")
         if self.starts > 1:
             notes.append(f"{self.running} of {self.starts} starts running")
+            notes.append(caption(self.starts, self.watch.one_by_one))
         return notes
 
 
@@ -198,7 +201,8 @@ class Watch:
             since = time.perf_counter() - self.latest
             limits.append((self._iterations_left() * pace - since, "at most about"))
         seconds, words = min(limits, default=(0.0, ""))
-        return f"{words} {duration(seconds)} left" if seconds >= 1 else ""
+        every = " for all starts" if self.one_by_one else ""
+        return f"{words} {duration(seconds)} left{every}" if seconds >= 1 else ""
 
     def _iterations_left(self) -> int:
         assert self.progress is not None
@@ -209,6 +213,16 @@ class Watch:
             if not ended
         ]
         return sum(counts) if self.one_by_one else max(counts, default=0)
+
+
+def caption(starts: int, one_by_one: bool) -> str:
+    """What a row of the table is of, where there are several starts."""
+    if one_by_one:
+        return f"{starts} starts, one after the other: the table begins again with each."
+    return (
+        f"{starts} starts at once: a row is of the best of those still running, so that the loss "
+        "may rise once a better one has ended."
+    )
 
 
 def header(record: Record) -> str:

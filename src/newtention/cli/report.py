@@ -26,6 +26,9 @@ from newtention.solution import MATRIX_FREE, Solution
 
 C = TypeVar("C")
 
+NO_REPORT = "Report       none, as the fit made none; newtention report {} makes one"
+"""A line of commands that renew a report, for a folder."""
+
 
 def report(
     folder: ResultFolder,
@@ -54,6 +57,11 @@ def report(
         with busy("Making the report"):
             path = make_report(folder, problem, solution, document)
     say(f"Report  {path}")
+
+
+def has_report(folder: Path) -> bool:
+    """Whether there is a report to renew; a fit with --no-report leaves none."""
+    return (folder / REPORT).exists()
 
 
 def make_report(

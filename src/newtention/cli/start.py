@@ -150,7 +150,9 @@ def load_start(
         layer = as_layer(w.layer, w.theta[0], w.one_head, problem)
         smaller = _reduced(problem, layer, heads, ranks)
     except (ValueError, TypeError) as error:
-        raise type(error)(f"{file.label}: {error}") from error
+        widths = "of queries, keys, values and outputs"
+        text = str(error).replace("(d1, d2, d3, p)", widths)
+        raise type(error)(f"{file.label}: {text}") from error
     rotary = options.rotary
     record = {
         "source": file.reference,

@@ -122,6 +122,8 @@ def svm(
                 )
             except (ValueError, TypeError) as error:
                 text = str(error).replace('norm="', "--norm ").replace('"', "")
+                if selected != "selected" and text.startswith("selected"):
+                    text = f"array {selected!r}" + text.removeprefix("selected")
                 for option in ("soft", "tol"):
                     if text.startswith(f"{option} must"):
                         raise type(error)(f"--{text}") from error

@@ -53,8 +53,11 @@ def map_second_order(
     upper = UpperTriangles(layer.d1, layer.d2, X.device)
 
     def tile_sums(tile: Chunk) -> tuple[Tensor, Tensor, Tensor]:
-        share = None if residual_share is None else tile.of(residual_share)
-        return _tile_sums(evaluate(tile, layer, theta), share, upper)
+        at = evaluate(tile, layer, theta)
+        loss, GX, T = _first_order(at)
+        if residual_share is not None:
+            T = T * tile.of(residual_share).view(-1, 1, 1, 1)
+        return loss, GX, _packed(at, T, upper)
 
     elements = map_elements(problem)
     loss, GX, packed = reduce(problem.chunks, problem.batch, tile_sums, elements)
@@ -65,6 +68,29 @@ def map_second_order(
     Y = X[..., :0, :0]
     gradient = (GX + quadratic.gradient(X, Y)[0]).flatten(1)
     return loss + quadratic.value(X, Y), gradient, H
+
+
+def map_second_order_parts(
+    problem: AttentionProblem, X: Float[Tensor, "b 1 d1 d2"]
+) -> tuple[
+    Float[Tensor, " b"], Float[Tensor, "b N"], Float[Tensor, "b N N"], Float[Tensor, "b N N"]
+]:
+    """Loss, gradient, Hessian and Gauss-Newton matrix of the data, without the regulariser.
+
+    The attention weights of both matrices are evaluated once.
+    """
+    layer = AttentionMap(*X.shape[2:])
+    theta = layer.pack(X)
+    upper = UpperTriangles(layer.d1, layer.d2, X.device)
+
+    def tile_sums(tile: Chunk) -> tuple[Tensor, ...]:
+        at = evaluate(tile, layer, theta)
+        loss, GX, T = _first_order(at)
+        return loss, GX, _packed(at, T, upper), _packed(at, None, upper)
+
+    loss, GX, *packed = reduce(problem.chunks, problem.batch, tile_sums, map_elements(problem))
+    H, gauss_newton = (_unpacked(matrix, layer, upper) for matrix in packed)
+    return loss, GX.flatten(1), H, gauss_newton
 
 
 def map_elements(problem: AttentionProblem) -> int:
@@ -86,23 +112,27 @@ def _few(chunk: Chunk) -> bool:
     return chunk.weight.shape[2] <= FEW_ROWS
 
 
-def _tile_sums(
-    at: Evaluation, share: Float[Tensor, " o"] | None, upper: UpperTriangles
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, gradient and packed Hessian of a tile, by owner."""
+def _first_order(at: Evaluation) -> tuple[Tensor, Tensor, Float[Tensor, "o s n m"]]:
+    """Loss and gradient of a tile, by owner, and T."""
+    T = score_gradient(at.P, None, at.O, at.qC[:, :, None])[:, :, 0]
+    GX = contract(at.tile.queries[:, :, None], (T @ at.tile.A2)[:, :, None])
+    return tile_loss(at), GX, T
+
+
+def _packed(
+    at: Evaluation, T: Float[Tensor, "o s n m"] | None, upper: UpperTriangles
+) -> Float[Tensor, "o t1 t2"]:
+    """The packed Hessian of a tile, by owner; without T, the Gauss-Newton matrix."""
     A1, A2, P = at.tile.queries, at.tile.A2, at.P[:, :, 0]
     weight = at.tile.weight[..., None]
-    T = score_gradient(at.P, None, at.O, at.qC[:, :, None])[:, :, 0]
-    GX = contract(A1[:, :, None], (T @ A2)[:, :, None])
-    W = T if share is None else T * share.view(-1, 1, 1, 1)
-    W = torch.addcmul(W, P * weight, P)
+    W = P * weight * P if T is None else torch.addcmul(T, P * weight, P)
     mu = P @ A2
     n = weight * P.square().sum(-1, keepdim=True)
     E = torch.addcmul(W @ A2, n, mu, value=-0.5)
     M = weighted_moments(W, A2, upper)
     M -= E[..., upper.b] * mu[..., upper.b2] + mu[..., upper.b] * E[..., upper.b2]
     A1A1 = A1[..., upper.a] * A1[..., upper.a2]
-    return tile_loss(at), GX, flat_rows(A1A1).mT @ flat_rows(M)
+    return flat_rows(A1A1).mT @ flat_rows(M)
 
 
 def weighted_moments(

@@ -50,7 +50,8 @@ START = "start.safetensors"
 REFERENCE = "reference.safetensors"
 CERTIFICATE = "certificate.json"
 REPORT = "report.html"
-DERIVED = (REPORT, "predictions.safetensors", CERTIFICATE)
+PREDICTIONS = "predictions.safetensors"
+DERIVED = (REPORT, PREDICTIONS, CERTIFICATE)
 """What other commands make from a result; out of date once it is replaced."""
 
 

@@ -3,12 +3,16 @@
 softmax.json          what is known about the run, and where its data are
 softmax.safetensors   x and the fitted values
 report.html           derived from these and the data
-certificate.json      what was proved about x
+predictions.safetensors, certificate.json
+                      written by other commands
 """
 
 from __future__ import annotations
 
 import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_args
@@ -22,13 +26,15 @@ from newtention.files import write_atomically
 from newtention.inputs import shape_text
 from newtention.io.arrays import ArrayFile
 from newtention.io.documents import Kind
+from newtention.io.names import ArrayNames
 from newtention.io.plain import as_history, as_text, read_document, without_null
-from newtention.io.results import CERTIFICATE, REPORT
+from newtention.io.results import CERTIFICATE, PREDICTIONS, REPORT
 from newtention.io.sources import DTYPES, unchanged_file
+from newtention.io.tensors import SourceData
 from newtention.regression import SoftmaxCertificate, SoftmaxRegression
 from newtention.solution import Status
 
-SOFTMAX = Kind("softmax", derived=(REPORT, CERTIFICATE))
+SOFTMAX = Kind("softmax", derived=(REPORT, PREDICTIONS, CERTIFICATE))
 PROOF = "newtention-softmax-certificate"
 PROOF_VERSION = 1
 _NUMBERS = ("loss", "log10_loss", "data_loss", "penalty", "relative_loss", "seconds", "tol")
@@ -52,28 +58,36 @@ class SavedSoftmax:
 
 
 def read_softmax_problem(
-    file: ArrayFile, matrix: str, target: str, dtype: str
-) -> tuple[Float[Tensor, "n d"], Float[Tensor, " n"]]:
-    """A and b by their names in a file.
+    file: ArrayFile, matrix: str, target: str | None, dtype: str
+) -> SourceData:
+    """A (n, d), as the queries, and b (n,), as the targets, by their names in a file.
+
+    target: None for A alone.
 
     Raises:
-        ValueError: there is none of that name, or it has another number of axes.
-        TypeError: it holds no numbers.
+        ValueError: there is none of that name, NaN or infinity, or shapes that do not fit.
+        TypeError: it holds no real numbers.
     """
-    read = []
-    for name, axes, option in ((matrix, 2, "--queries"), (target, 1, "--targets")):
-        if name not in file.arrays:
+    for name, option in ((matrix, "--queries"), (target, "--targets")):
+        if name is not None and name not in file.arrays:
             raise ValueError(
                 f"{file.label} has no array {name!r}; name it with {option}.  It holds "
                 f"{file.listing()}."
             )
-        t = file.read(name)
-        if t.ndim != axes:
+    data = SourceData(file, ArrayNames(queries=matrix, targets=target), DTYPES[dtype])
+    for role, axes in (("queries", 2), ("targets", 1)):
+        t = data.tensors.get(role)
+        if t is not None and (t.ndim != axes or t.numel() == 0):
             raise ValueError(
-                f"{file.label}: array {name!r} must be {axes}-D; found {shape_text(t.shape)}."
+                f"{data.title(role)} must be {axes}-D and not empty; found {shape_text(t.shape)}."
             )
-        read.append(t.to(DTYPES[dtype]) if t.is_floating_point() else t)
-    return read[0], read[1]
+    if target is not None and len(data.tensors["targets"]) != len(data.tensors["queries"]):
+        raise ValueError(
+            f"{data.title('targets')} must have one entry per row of {matrix!r} (queries, "
+            f"{shape_text(data.tensors['queries'].shape)}); found "
+            f"{shape_text(data.tensors['targets'].shape)}."
+        )
+    return data
 
 
 def write_softmax(folder: Path, result: SoftmaxRegression, about: dict[str, Any]) -> dict[str, Any]:
@@ -97,19 +111,19 @@ def holds_softmax(folder: Path) -> bool:
     return (folder / SOFTMAX.result).is_file()
 
 
-def load_softmax(folder: Path, source: str | Path | None = None) -> SavedSoftmax:
-    """Read a folder and its data; `source` is where these are now, if they have moved.
+def read_softmax(folder: Path) -> tuple[dict[str, Any], SoftmaxRegression]:
+    """The document and the result of a folder, without its data.
 
     Raises:
-        FileNotFoundError: a file of the folder or the data are missing.
-        ValueError: a damaged folder, or data that have changed since the fit.
+        FileNotFoundError: a file of the folder is missing.
+        ValueError: a damaged folder.
     """
     document, arrays = SOFTMAX.read(folder)
-    try:
+    with _damage(folder):
         numbers = {name: without_null(document[name], math.inf) for name in _NUMBERS}
         if document["log10_loss"] is None:  # of a loss of 0
             numbers["log10_loss"] = -math.inf
-        result = SoftmaxRegression(
+        return document, SoftmaxRegression(
             x=arrays["x"],
             fitted=arrays["fitted"],
             form=document["form"],
@@ -119,14 +133,35 @@ def load_softmax(folder: Path, source: str | Path | None = None) -> SavedSoftmax
             start_losses=tuple(without_null(v, math.inf) for v in document["start_losses"]),
             **numbers,
         )
+
+
+def load_softmax(folder: Path, source: str | Path | None = None) -> SavedSoftmax:
+    """Read a folder and its data; `source` is where these are now, if they have moved.
+
+    Raises:
+        FileNotFoundError: a file of the folder or the data are missing.
+        ValueError: a damaged folder, or data that have changed since the fit.
+    """
+    document, result = read_softmax(folder)
+    with _damage(folder):
         names, dtype = document["arrays"], document["dtype"]
-        place = document["source"] if source is None else source
-        file = unchanged_file(place, document["sha256"])
-        A, b = read_softmax_problem(file, names["A"], names["b"], dtype)
+        file = unchanged_file(document["source"], document["sha256"], source)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the fit gave them
+            data = read_softmax_problem(file, names["A"], names["b"], dtype)
+    x = torch.as_tensor(result.x)
+    A, b = (data.tensors[role].to(x) for role in ("queries", "targets"))
+    return SavedSoftmax(folder, A, b, result, document)
+
+
+@contextmanager
+def _damage(folder: Path) -> Iterator[None]:
+    """Name the document in what is raised about its content."""
+    try:
+        yield
     except (KeyError, TypeError, AttributeError) as error:
         where = folder / SOFTMAX.result
         raise ValueError(f"{where} is incomplete or damaged: {error}.") from error
-    return SavedSoftmax(folder, A.to(arrays["x"]), b.to(arrays["x"]), result, document)
 
 
 def write_softmax_certificate(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from newtention.io.arrays import ArrayFile, open_arrays
 from newtention.io.names import ABSENT, ArrayNames, choose_names
-from newtention.io.tensors import SourceData
+from newtention.io.tensors import OF_LAYERS, SourceData
 from newtention.problem import AttentionProblem
 from newtention.regularizers import Ridge
 
@@ -137,13 +137,11 @@ def load_problem(
         "scale": scale,
         "regularizer": ridge if ridge.x or ridge.y else None,
     }
-    try:
-        with warnings.catch_warnings():
-            if names.targets is None:  # about targets that nobody gave
-                warnings.simplefilter("ignore")
+    with warnings.catch_warnings():
+        if names.targets is None:  # about targets that nobody gave
+            warnings.simplefilter("ignore")
+        with data.named(OF_LAYERS):
             problem = _build(tensors, rows, keywords, maps=kind == "attention-map")
-    except (ValueError, TypeError) as error:
-        raise type(error)(f"{file.label}: {error}") from error
     provenance = Provenance(
         file.reference,
         file.sha256(),
@@ -167,28 +165,36 @@ def recorded_file(provenance: Provenance, source: str | Path | None = None) -> A
         ValueError: its content has changed.
         OSError: it cannot be opened.
     """
-    return unchanged_file(provenance.source if source is None else source, provenance.sha256)
+    return unchanged_file(provenance.source, provenance.sha256, source)
 
 
-def unchanged_file(place: str | Path, sha256: str) -> ArrayFile:
-    """The data of a fit at a place, known by their hash.
+def unchanged_file(
+    recorded: str | Path, sha256: str, source: str | Path | None = None
+) -> ArrayFile:
+    """The data of a fit, known by their hash, at the recorded place or at `source` instead.
 
     Raises:
         FileNotFoundError, ValueError, OSError: as for `recorded_file`.
     """
     try:
-        file = open_arrays(place)
+        file = open_arrays(recorded if source is None else source)
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"The data of this fit are not at {place}; give their place with --source (sha256 "
+            f"The data of this fit are not at {recorded}; give their place with --source (sha256 "
             f"{sha256[:12]}...)."
+            if source is None
+            else f"--source: there is no file {source}; expected the data of this fit, which were "
+            f"at {recorded} (sha256 {sha256[:12]}...)."
         ) from error
     found = file.sha256()
     if found != sha256:
+        other = f"its sha256 is {found[:12]}..., that of the fit's data {sha256[:12]}...."
         raise ValueError(
-            f"{file.label} is not the file of this fit, or has changed since: its sha256 is "
-            f"{found[:12]}..., that of the fit's data {sha256[:12]}....  Restore it, "
+            f"{file.label} is not the file of this fit, or has changed since: {other}  Restore it, "
             "give its place with --source, or fit again."
+            if source is None
+            else f"--source: {file.label} is not the file of this fit, which was at {recorded}: "
+            f"{other}"
         )
     return file
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -10,6 +12,12 @@ from torch import Tensor
 from newtention.inputs import as_lengths, as_offsets, require_finite, shape_text
 from newtention.io.arrays import ArrayFile
 from newtention.io.names import ArrayNames, option
+
+OF_LAYERS = {"A1": "queries", "A2": "keys", "A3": "values", "B": "targets"}
+OF_SOFTMAX = {"A": "queries", "b": "targets"}
+"""What the library's messages call an array, and its role."""
+_DEFAULTS = {"values": "keys", "keys": "queries"}
+"""Which array takes a role that has none of its own."""
 
 
 class SourceData:
@@ -36,6 +44,36 @@ class SourceData:
     def title(self, role: str) -> str:
         """How messages name the array of a role."""
         return f"{self.file.label}: array {self.names[role]!r} ({role.replace('_', ' ')})"
+
+    @contextmanager
+    def named(self, symbols: Mapping[str, str]) -> Iterator[None]:
+        """Errors and warnings of the library inside name the file, and its arrays by their names.
+
+        symbols: what these messages call an array, and its role.
+
+        Raises:
+            ValueError, TypeError: what is raised inside, in these words.
+        """
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                yield
+            except (ValueError, TypeError) as error:
+                text = str(error)
+                own = self._renamed(text, symbols)
+                raise type(error)(own or f"{self.file.label}: {text}") from error
+        for w in caught:
+            own = self._renamed(str(w.message), symbols)
+            warnings.warn(own or w.message, w.category, stacklevel=3)
+
+    def _renamed(self, text: str, symbols: Mapping[str, str]) -> str | None:
+        """The same about the user's array; None if the text begins with none."""
+        word, _, rest = text.partition(" ")
+        role = symbols.get(word, word)
+        while role not in self.names and role in _DEFAULTS:
+            role = _DEFAULTS[role]
+        known = role in self.names and role in self.tensors
+        return f"{self.title(role)} {rest.removeprefix('(the targets) ')}" if known else None
 
     def require_shapes(self) -> None:
         """Raise ValueError where shapes do not fit together."""

@@ -30,6 +30,9 @@ STEMS = {
 UNSUPPORTED = ("q_norm", "k_norm", "norm_q", "norm_k", "q_layernorm", "k_layernorm", "sinks")
 """Starts of names of arrays that change the outputs in a way that no block expresses."""
 
+PACKED = "in_proj_weight"
+"""Where torch.nn.MultiheadAttention keeps three blocks at once."""
+
 
 class _Use(NamedTuple):
     """Blocks that an array gives; transposed: stored as (out, in)."""
@@ -71,8 +74,15 @@ def choose_arrays(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
                     f"{found[block]!r} and {name!r} are both {block}; leave one of them out."
                 )
             found[block] = name
+    packed = next((name for name in shapes if name.lower().endswith(PACKED)), None)
     for role in "QKVO":
         if f"W_{role}" not in found:
+            if packed is not None:
+                raise ValueError(
+                    f"{packed!r} holds W_Q, W_K and W_V of torch.nn.MultiheadAttention in one "
+                    "array; convert the module with newtention.FactoredAttention.from_torch and "
+                    "write it with newtention.save_layer."
+                )
             stem = STEMS[role][0]
             raise ValueError(
                 f"There is no array for W_{role} (W_{role}, W{role.lower()}, {stem}_W, "

@@ -336,9 +336,8 @@ def with_weights_times(problem: AttentionProblem, factor: float) -> AttentionPro
 
     q = problem.quadratic
     square = factor * factor
-    other = problem.with_chunks(tuple(map(scaled, problem.chunks)))
-    other._set(quadratic=replace(q, right=square * q.right, gram=square * q.gram))
-    return other
+    quadratic = replace(q, right=square * q.right, gram=square * q.gram)
+    return problem._changed(chunks=tuple(map(scaled, problem.chunks)), quadratic=quadratic)
 
 
 def paper_threshold(

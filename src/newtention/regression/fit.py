@@ -181,6 +181,19 @@ def hessian_at(
     return objective.derivatives(x[None], full).hessian[0] * objective.log_unit.exp()
 
 
+def predict_softmax(
+    A: Float[Tensor, "n d"],
+    b: Float[Tensor, " n"],
+    x: Float[Tensor, " d"],
+    ridge: float,
+    form: Form,
+) -> tuple[Float[Tensor, " n"], float]:
+    """The fitted values at x and their relative loss, as in `SoftmaxRegression`."""
+    objective = objective_at(stacked([A], [b], ridge, 1), x[None], form)
+    size = float(objective.sizes(x[None]))
+    return objective.fitted(x[None])[0], float(objective.data_loss(x[None])) / (size or 1.0)
+
+
 class _Ended(NamedTuple):
     """Where every member of a batch stopped, why, and its records."""
 

@@ -9,8 +9,9 @@ solvers want it.
 
 from __future__ import annotations
 
-from bisect import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -55,6 +56,10 @@ class Tokens:
     selected: Int[np.ndarray, " n"]
     blocks: tuple[Block, ...]
 
+    @cached_property
+    def _starts(self) -> Int[np.ndarray, " s"]:
+        return np.array([block.queries.start for block in self.blocks], np.int64)
+
     @property
     def shape(self) -> tuple[int, int]:
         """(d1, d2), the shape of X."""
@@ -89,13 +94,13 @@ class Tokens:
                 margin[rows] = own - logits[at, best]
         return rival, margin
 
-    def block_of(self, j: int) -> int:
-        """The number of query j's sequence."""
-        return bisect([block.queries.start for block in self.blocks], j) - 1
+    def blocks_of(self, queries: Sequence[int] | Int[np.ndarray, " q"]) -> Int[np.ndarray, " q"]:
+        """The number of every query's sequence."""
+        return np.searchsorted(self._starts, queries, side="right") - 1
 
     def rivals(self, j: int) -> Bool[np.ndarray, " m"]:
         """The other keys that query j may attend to, among all keys."""
-        block = self.blocks[self.block_of(j)]
+        block = self.blocks[self.blocks_of([j])[0]]
         row = j - block.queries.start
         allowed = block.allowed(slice(row, row + 1))
         found = np.zeros(len(self.A2), bool)

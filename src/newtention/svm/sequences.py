@@ -15,9 +15,10 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from newtention.inputs import as_integers, require_shape
+from newtention.layout import Layout
 from newtention.masks import Mask
 from newtention.notation import Array, ArrayLike
-from newtention.problem import AttentionProblem, Layout
+from newtention.problem import AttentionProblem
 from newtention.svm.pairs import TILE, Block, Pairs, Tokens
 from newtention.svm.result import AttentionSVM
 
@@ -146,19 +147,16 @@ def in_layout(result: AttentionSVM, tokens: Tokens, layout: Layout) -> Attention
     def pairs(rows: Pairs) -> np.ndarray:
         if layout.kind == "single":
             return rows
-        numbers = np.array([tokens.block_of(j) for j in rows[:, 0]], np.int64)
+        numbers = tokens.blocks_of(rows[:, 0])
         first = np.array([(b.queries.start, b.keys.start) for b in tokens.blocks], np.int64)
         return np.column_stack([numbers, rows - first[numbers]])
 
     conflict, slack = result.conflict, result.slack
     if conflict is not None:
-        places = [tokens.block_of(int(j)) for j, _ in conflict.pairs]
-        own = np.array([tokens.blocks[i].keys.start for i in places])
-        conflict = replace(
-            conflict,
-            pairs=pairs(np.asarray(conflict.pairs)),
-            selected=np.asarray(conflict.selected) - own,
-        )
+        rows = np.asarray(conflict.pairs)
+        own = np.array([tokens.blocks[i].keys.start for i in tokens.blocks_of(rows[:, 0])])
+        selected = np.asarray(conflict.selected) - own
+        conflict = replace(conflict, pairs=pairs(rows), selected=selected)
     if slack is not None:
         own = torch.from_numpy(np.asarray(slack)).split(layout.queries)
         slack = layout.join(own).numpy()

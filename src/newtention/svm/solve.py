@@ -10,14 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from newtention.inputs import (
-    as_batch_masks,
-    as_tensors,
-    require_count,
-    require_shape,
-    shape_text,
-)
-from newtention.masks import Mask
+from newtention.inputs import as_tensors, require_count
 from newtention.notation import Array, ArrayLike
 from newtention.problem import AttentionProblem
 from newtention.svm.certified import certified, infeasible, without_constraints
@@ -25,15 +18,7 @@ from newtention.svm.conflicts import obvious_conflict
 from newtention.svm.generation import Objective, generate
 from newtention.svm.pairs import Tokens, reduce
 from newtention.svm.result import AttentionSVM, Norm
-from newtention.svm.sequences import (
-    Part,
-    as_selection,
-    as_selections,
-    in_layout,
-    joined,
-    parts_of,
-    presented,
-)
+from newtention.svm.sequences import as_selections, in_layout, joined, parts_of, presented
 
 NUCLEAR_MOST = 64
 """Largest d1 + d2, after the reduction to the tokens' ranks, for the semidefinite program."""
@@ -119,19 +104,9 @@ def attention_svm(
         "key_lengths": key_lengths,
     }
     given = {name: value for name, value in several.items() if value is not None}
-    like = tensors["A1"]
     tol = _checked_settings(norm, soft, tol, max_rounds)
-    if like.ndim == 3 or given:
-        problem = _sequences(tensors["A1"], tensors["A2"], numpy, mask, given)
-        return svm_of(problem, selected, norm, soft, tol, max_rounds)
-    part = _one_sequence(tensors["A1"], tensors["A2"], mask)
-    tokens = joined([part], [as_selection(selected, len(part.A1), len(part.A2), part.mask)])
-
-    def present(a: np.ndarray) -> Array:
-        t = _as_tensor(a, like)
-        return t.cpu().numpy() if numpy else t
-
-    return presented(_solved(tokens, like.dtype, norm, soft, tol, max_rounds), present)
+    problem = _as_problem(tensors["A1"], tensors["A2"], numpy, mask, given)
+    return svm_of(problem, selected, norm, soft, tol, max_rounds)
 
 
 def svm_of(
@@ -154,15 +129,11 @@ def svm_of(
     result = _solved(tokens, like.dtype, norm, soft, tol, max_rounds)
 
     def present(a: np.ndarray) -> Array:
-        return problem.present(_as_tensor(a, like))
+        """On the device of the tokens; numbers that are no indices in their type."""
+        t = torch.from_numpy(np.ascontiguousarray(a))
+        return problem.present(t.to(like.device, like.dtype if t.is_floating_point() else t.dtype))
 
     return presented(in_layout(result, tokens, problem.layout), present)
-
-
-def _as_tensor(a: np.ndarray, like: Tensor) -> Tensor:
-    """On the device of the tokens; numbers that are no indices in their type."""
-    t = torch.from_numpy(np.ascontiguousarray(a))
-    return t.to(like.device, like.dtype if t.is_floating_point() else t.dtype)
 
 
 def _solved(
@@ -220,10 +191,10 @@ def _checked_settings(norm: object, soft: object, tol: object, max_rounds: objec
     return DEFAULT_TOL["soft" if soft is not None and norm == "frobenius" else str(norm)]
 
 
-def _sequences(
+def _as_problem(
     A1: Tensor, A2: Tensor, numpy: bool, mask: Any, given: Mapping[str, Any]
 ) -> AttentionProblem:
-    """Several sequences as a problem; what it is to attend to does not matter here."""
+    """The sequences as a problem; what they are to attend to does not matter here."""
     ragged = {"offsets", "key_offsets"} & given.keys()
     if ragged and {"lengths", "key_lengths"} & given.keys():
         raise ValueError("offsets= are for 2-D arrays, lengths= for 3-D ones; found both.")
@@ -234,13 +205,3 @@ def _sequences(
     if ragged:
         return AttentionProblem.from_ragged(a1, targets, keys=a2, values=values, mask=mask, **given)
     return AttentionProblem(a1, a2, values, targets, mask=mask, **given)
-
-
-def _one_sequence(A1: Tensor, A2: Tensor, mask: ArrayLike | str | None) -> Part:
-    for name, t in (("A1", A1), ("A2", A2)):
-        require_shape(name, t, (None, None), "tokens x width")
-        if t.numel() == 0:
-            raise ValueError(f"{name} must not be empty; found {shape_text(t.shape)}.")
-    explicit, causal = as_batch_masks(mask, (), len(A1), len(A2), torch.device("cpu"))
-    rule = Mask(causal=causal, explicit=None if explicit is None else explicit[None])
-    return Part(A1, A2, rule)

@@ -27,7 +27,7 @@ from newtention.inputs import as_like, require_count, require_positive, shape_te
 from newtention.newton.starts import START_SCALE, logit_spread, random_start
 from newtention.notation import Array
 from newtention.problem import AttentionProblem
-from newtention.solution import Solution
+from newtention.solution import Solution, Status
 
 EQUATIONS = 6
 """Equations of the sampled problem for each unknown."""
@@ -152,7 +152,8 @@ def basin_hopping(
 
     A pool of minima on a sample of the query rows begins with fits from random starts.  In each
     round its better half is disturbed and fitted again, as one batch, and the lowest distinct
-    minima stay.  At the end the four best are fitted to all rows.
+    minima stay.  At the end the four best are fitted to all rows.  Ctrl-C ends the search, and a
+    second one those last fits; the best point so far comes back.
 
     Args:
         problem: one problem with values (not of attention maps).
@@ -188,21 +189,26 @@ def basin_hopping(
     generator = torch.Generator().manual_seed(require_count("seed", seed, 0))
     rows = _sample(problem, heads, sample_rows, seed)
 
-    def fitted(starts: list[Tensor]) -> list[_Minimum]:
+    def fitted(starts: list[Tensor]) -> tuple[list[_Minimum], bool]:
+        """Where they end, and whether Ctrl-C ended them."""
         limits = {"tol": FIT_TOL, "max_iter": FIT_ITERATIONS, "options": options}
         found = solve_many([rows] * len(starts), starts, "newton", **limits)
-        return [_Minimum.of(s, heads) for s in found]
+        stopped = any(s.status is Status.INTERRUPTED for s in found)
+        return [_Minimum.of(s, heads) for s in found], stopped
 
     starts = known + _random_starts(problem, heads, max(0, members - len(known)), seed, generator)
     pool: list[_Minimum] = []
     history: list[Round] = []
     message = None
     while message is None:
-        pool = _distinct(pool + fitted(starts))[:members]
+        minima, stopped = fitted(starts)
+        pool = _distinct(pool + minima)[:members]
         fits = len(starts) + (history[-1].fits if history else 0)
         losses = tuple(m.relative_loss for m in pool)
         history.append(Round(len(history), losses, fits, time.perf_counter() - began))
         message = _ended(history[-1], pool[0], rounds, max_seconds, callback)
+        if stopped:
+            message = "it was interrupted."
         parents = pool[: math.ceil(PARENTS * len(pool))]
         starts = [_disturbed(parents[i % len(parents)].X, generator) for i in range(members)]
     # One head keeps its matrices, as in `solve`.

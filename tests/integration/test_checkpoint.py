@@ -172,7 +172,9 @@ def test_a_checkpoint_changes_nothing(name, whole, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["state"]
 
 
-@pytest.mark.parametrize("error", [StopIteration, KeyboardInterrupt])
+@pytest.mark.parametrize(
+    "error", [StopIteration, pytest.param(KeyboardInterrupt, marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize("name", RUNS)
 def test_stopped_anywhere_and_continued(name, error, whole, tmp_path):
     """Stopped once, at any of the points."""
@@ -236,11 +238,11 @@ class Clock:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_time_limits_and_continued(name, whole, tmp_path, monkeypatch):
+def test_time_limits_and_continued(name, whole, tmp_path, monkeypatch, full):
     """The limit strikes at points, between products and between trial steps."""
     wanted, _ = whole(name)
     problem, settings = RUNS[name]()
-    for step in (7, 20):
+    for step in (7, 20) if full else (20,):
         clock = Clock()
         monkeypatch.setattr("newtention.run.time.perf_counter", clock)
         path = tmp_path / f"state{step}"
@@ -325,7 +327,10 @@ def child(threads, method, path):
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 
 
-@pytest.mark.parametrize(("threads", "method"), [(1, "newton"), (1, "newton-cg"), (2, "newton-cg")])
+@pytest.mark.parametrize(
+    ("threads", "method"),
+    [(1, "newton"), pytest.param(1, "newton-cg", marks=pytest.mark.full), (2, "newton-cg")],
+)
 def test_killed_at_random_and_continued(method, threads, tmp_path):
     """SIGKILL at random points of the run, in the middle of whatever it does."""
     wanted = child(threads, method, tmp_path / "whole").communicate(timeout=60)[0].splitlines()[-1]

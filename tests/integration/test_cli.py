@@ -47,6 +47,28 @@ def result(newtention, data, tmp_path):
     return folder
 
 
+def test_basin_hopping(newtention, data, tmp_path):
+    folder = tmp_path / "result"
+    common = ("fit", data, "--out", folder, "--ridge", 0.1, "--no-report", "--hopping")
+    status, out, _ = newtention(*common, 0.1, "--heads", 2)
+    assert status == 0
+    assert "Basin hopping: " in out
+    problem, solution, document = load_result(folder)
+    assert document["hopping"] == 0.1
+    assert solution.X.shape[0] == 2
+    found = nt.basin_hopping(problem, rounds=0, options=nt.Options(heads=2))
+    assert solution.loss <= found.solution.loss * (1 + 1e-9)
+    for options, words in (
+        ((-1.0,), "--hopping must be a positive"),
+        ((1.0, "--n-init", 2), "--hopping does not go with --n-init"),
+        ((1.0, "--max-iter", 10), "--hopping does not go with --max-iter"),
+    ):
+        status, _, err = newtention(*common, *options, "--force")
+        assert status == 2
+        assert words in err
+    assert load_result(folder)[2] == document
+
+
 def test_fit_writes_what_solve_returns(newtention, data, tmp_path):
     folder = tmp_path / "result"
     options = ["--ridge-x", 0.1, "--ridge-y", 0.2, "--scale", 0.5, "--mask", "causal"]
@@ -408,7 +430,9 @@ def test_an_interrupted_report_leaves_the_result(newtention, data, tmp_path, mon
     assert not (tmp_path / "s").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)]
+)
 def test_ctrl_c_keeps_the_best_point(tmp_path, number):
     folder = tmp_path / "r"
     arguments = ["fit", "example:minilm-head", "-o", str(folder), "--tol", "1e-300", "--no-report"]

@@ -696,7 +696,9 @@ def test_display_and_lines_show_the_validation_loss(snapshots, capsys):
 # Whole layers of real models
 
 
-@pytest.mark.parametrize("name", ["minilm", "smollm2", "lighterglue"])
+@pytest.mark.parametrize(
+    "name", ["minilm", pytest.param("smollm2", marks=pytest.mark.full), "lighterglue"]
+)
 def test_whole_layers(newtention, tmp_path, name):
     files = {"minilm": "minilm_layer3", "smollm2": "smollm2_layer14"}
     path = DATA / f"{files.get(name, 'lighterglue_cross')}.safetensors"

@@ -53,7 +53,9 @@ def request(method, seed=0, choice=None, **fields):
     return Request(problems.TOY.name, method, choice, seed, **fields)
 
 
-@pytest.mark.parametrize("method", ["newtention", "scipy trust-exact"])
+@pytest.mark.parametrize(
+    "method", [pytest.param("newtention", marks=pytest.mark.full), "scipy trust-exact"]
+)
 def test_a_run_in_a_process_of_its_own(method):
     record = processes.in_process(request(method, limit=5.0), 1)
     assert record["status"] == "reached", record

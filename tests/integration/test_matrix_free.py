@@ -47,7 +47,12 @@ KINDS = {
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("kind", "curvature"),
-    [*((kind, "gauss-newton") for kind in KINDS), ("grouped, biases", "full")],
+    [
+        ("plain", "gauss-newton"),
+        ("grouped, biases", "gauss-newton"),
+        ("grouped, biases", "full"),
+        pytest.param("rotary, causal", "gauss-newton", marks=pytest.mark.full),
+    ],
 )
 def test_recovers_a_planted_layer(kind, curvature):
     problem, layer, near = planted(**KINDS[kind])

@@ -40,6 +40,26 @@ def test_ends_when_a_fit_is_exact():
     assert "exact" in found.message
 
 
+def test_ctrl_c_ends_the_search_and_keeps_the_best(noisy, monkeypatch):
+    calls = []
+
+    def interrupted(problems, starts, method, tol=None, **settings):
+        calls.append(len(problems))
+        if len(calls) != 2:
+            return nt.solve_many(problems, starts, method, tol, **settings)
+
+        def stop(progress):
+            raise KeyboardInterrupt
+
+        return nt.solve_many(problems, starts, method, tol, callback=stop, **settings)
+
+    monkeypatch.setattr(module, "solve_many", interrupted)
+    found = nt.basin_hopping(noisy, members=4, rounds=5)
+    assert calls == [4, 4, len(found.others) + 1]
+    assert found.message == "it was interrupted."
+    assert found.solution.success
+
+
 def test_books(noisy):
     found = nt.basin_hopping(noisy, members=6, rounds=3)
     assert [r.number for r in found.rounds] == [0, 1, 2, 3]

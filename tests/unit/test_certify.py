@@ -410,8 +410,10 @@ def exact_minimum(problem, X, Y, steps=12):
     return flat_vector(X, Y), H
 
 
+@pytest.fixture(scope="module")
 def moved_certificates():
     """Proofs about a centre that Newton steps led to."""
+    proofs = []
     for name in ("causal, wide", "one sequence", "ridge", "bias"):
         problem = BY_NAME[name].problem().with_regularizer(nt.Ridge(0.5, 0.5))
         solution = nt.solve(problem, start=BY_NAME[name].point(), tol=1e-12)
@@ -423,12 +425,13 @@ def moved_certificates():
             )
             found = nt.certify(problem, X, Y)
             if found.local_minimum == "proved" and found.distance > 1e-3:
-                yield problem, X, Y, found
+                proofs.append((problem, X, Y, found))
+    return proofs
 
 
-def test_figures_are_those_of_the_given_point():
+def test_figures_are_those_of_the_given_point(moved_certificates):
     count = inside = 0
-    for problem, X, Y, found in moved_certificates():
+    for problem, X, Y, found in moved_certificates:
         count += 1
         H = nt.hessian(problem, X, Y).to_dense()
         assert found.smallest_eigenvalue <= float(torch.linalg.eigvalsh(H)[0]) * (1 + 1e-9)
@@ -454,10 +457,10 @@ def split(theta, X, Y):
     return ((theta[: X.numel()], X.shape), (theta[X.numel() :], Y.shape))
 
 
-def test_exactly_one_is_said_only_where_it_is_proved():
+def test_exactly_one_is_said_only_where_it_is_proved(moved_certificates):
     """A second stationary point may lie behind the given one, as near as the bound."""
     some = 0
-    for _, _, _, found in moved_certificates():
+    for _, _, _, found in moved_certificates:
         exactly = "exactly one" in found.summary()
         assert exactly == found.alone == (found.distance < found.uniqueness_radius)
         some += not exactly

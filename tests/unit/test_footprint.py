@@ -106,7 +106,8 @@ def full(*case):
 @pytest.mark.parametrize(
     "case",
     [
-        ("sentences", 6000, True, 1.0),
+        ("sentences", 3000, True, 1.0),
+        full("sentences", 6000, True, 1.0),
         full("bilinear", 12000, True, 1.0),
         full("sentences", 20000, True, 1.0),
         full("sentences", 12000, False, 0.25),

@@ -111,16 +111,24 @@ def quick(fitted):
     return problem, replace(solution, history=nt.History(), start_losses=())
 
 
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Reports without their figures, where only the words count: drawing is most of the time."""
+    monkeypatch.setattr("newtention.drawing.svg", lambda figure, name, label: "<svg></svg>")
+
+
 def section(page):
     """Words of the section on the certificate."""
     words = re.sub(r"\s+", " ", " ".join(page.text))
     return words.partition(" Certificate ")[2].partition("This file is complete")[0]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_no_certificate_no_section(tmp_path, quick):
     assert section(report(tmp_path, *quick)[1]) == ""
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_certificate_of_a_local_minimum(tmp_path, quick):
     words = section(report(tmp_path, *quick, certificate=LOCAL)[1])
     assert "Local minimum: proved. Within a distance of 3.25×10⁻¹¹ of these weights" in words
@@ -150,6 +158,7 @@ def test_certificate_of_a_local_minimum(tmp_path, quick):
     assert f" What stands in the way {LOCAL.reasons[0]} " in words
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_certificate_of_the_global_minimum(tmp_path, quick):
     words = section(report(tmp_path, *quick, certificate=GLOBAL)[1])
     assert "Local minimum: proved." in words
@@ -159,6 +168,7 @@ def test_certificate_of_the_global_minimum(tmp_path, quick):
         assert absent not in words
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("certificate", [NOTHING, ESTIMATED])
 def test_certificate_that_proves_nothing(tmp_path, quick, certificate):
     _, page = report(tmp_path, *quick, certificate=certificate)
@@ -170,6 +180,7 @@ def test_certificate_that_proves_nothing(tmp_path, quick, certificate):
         assert absent not in words
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_certified_bounds_are_rounded_outward(tmp_path, quick):
     """To nearest they would claim more than is proved."""
     certificate = replace(
@@ -197,6 +208,7 @@ def test_certified_bounds_are_rounded_outward(tmp_path, quick):
         assert f" {name} {value} " in words
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_certificate_is_escaped(tmp_path, quick):
     hostile = replace(
         LOCAL,
@@ -297,12 +309,14 @@ def test_report_of_a_run_without_records(tmp_path, fitted):
     assert "before its first iteration" in "".join(page.text)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_large_hessians_are_left_out(tmp_path, fitted, monkeypatch):
     monkeypatch.setattr("newtention.page.LARGEST_SPECTRUM", 14)
     _, page = report(tmp_path, *fitted)
     assert "The spectrum is left out: the dense Hessian of 15 unknowns" in "".join(page.text)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_exact_fit_is_called_exact(tmp_path, fitted):
     problem, solution = fitted
     exact = replace(solution, relative_loss=0.0, data_loss=0.0)

@@ -11,6 +11,7 @@ from newtention.api import Options, solve
 from newtention.cli import options
 from newtention.cli.folders import removed_on_failure
 from newtention.cli.held_out import hold_out_of, load_held_out
+from newtention.cli.hopping import hop, require_alone, sentence
 from newtention.cli.progress import Display, Lines, Silent, busy, terminal
 from newtention.cli.report import make_report
 from newtention.cli.resume import Resume
@@ -23,6 +24,7 @@ from newtention.io import ArrayNames, load_problem, prepare_folder, write_result
 from newtention.planning import require_method
 
 NOT_CONVERGED = 3
+MAX_ITER = 200
 
 
 def fit(
@@ -57,9 +59,10 @@ def fit(
     method: options.Method = "auto",
     curvature: options.Curvature = "gauss-newton",
     tol: options.Tol = None,
-    max_iter: options.MaxIter = 200,
+    max_iter: options.MaxIter = MAX_ITER,
     max_seconds: options.MaxSeconds = None,
     n_init: options.Starts = 1,
+    hopping: options.Hopping = None,
     seed: options.Seed = 0,
     checkpoint: options.Checkpoint = None,
     cache_bytes: options.CacheBytes = None,
@@ -97,6 +100,8 @@ def fit(
 
     [cyan]newtention fit layer.safetensors --out result --targets attn --mask causal[/cyan]
 
+    [cyan]newtention fit tokens.npz --out result --hopping 30[/cyan]
+
     [cyan]newtention fit cross.npz --out result --keys image --n-init 8 --max-seconds 60[/cyan]
 
     [cyan]newtention fit layer.safetensors --out result --layer source --ranks 16
@@ -115,6 +120,7 @@ def fit(
         "--proximity": proximity,
         "--ridge-y": ridge_y,
         "--values": values,
+        "--hopping": hopping,
     }
     of_data = {
         "--mask": None if mask == "none" else mask,
@@ -159,6 +165,21 @@ def fit(
     )
     start_from.require_sense()
     require_proximity(proximity, isotropic, layer, [ridge, ridge_x, ridge_y])
+    require_alone(
+        hopping,
+        {
+            "--layer": layer,
+            "--ranks": ranks,
+            "--freeze": freeze,
+            "--validation": validation,
+            "--validation-share": validation_share,
+            "--method": method != "auto",
+            "--max-iter": max_iter != MAX_ITER,
+            "--max-seconds": max_seconds,
+            "--n-init": n_init > 1,
+            "--checkpoint": checkpoint,
+        },
+    )
     resume = Resume(checkpoint, out)
     created = prepare_folder(out, force, resume.beside)
     with removed_on_failure(out, created):
@@ -197,21 +218,27 @@ def fit(
             cache_bytes=cache_bytes,
             patience=Options().patience if patience is None else patience,
         )
-        with _display(as_json) as display:
-            solution = solve(
-                problem,
-                start=None if start is None else start.layer,
-                method=method,
-                tol=tol,
-                max_iter=max_iter,
-                max_seconds=max_seconds,
-                n_init=n_init,
-                seed=seed,
-                callback=resume.announcing(display, silent=as_json),
-                validation=None if held_out is None else held_out.problem,
-                checkpoint=checkpoint,
-                options=chosen,
-            )
+        if hopping is not None:
+            found = hop(problem, hopping, heads, tol, seed, silent=as_json)
+            solution = found.solution
+            if not as_json:
+                say(sentence(found))
+        else:
+            with _display(as_json) as display:
+                solution = solve(
+                    problem,
+                    start=None if start is None else start.layer,
+                    method=method,
+                    tol=tol,
+                    max_iter=max_iter,
+                    max_seconds=max_seconds,
+                    n_init=n_init,
+                    seed=seed,
+                    callback=resume.announcing(display, silent=as_json),
+                    validation=None if held_out is None else held_out.problem,
+                    checkpoint=checkpoint,
+                    options=chosen,
+                )
         document = write_result(
             out,
             problem,
@@ -221,6 +248,7 @@ def fit(
             beside=resume.beside,
             seed=seed,
             n_init=n_init,
+            hopping=hopping,
             max_iter=max_iter,
             max_seconds=max_seconds,
             layer=None if start is None else start.record,

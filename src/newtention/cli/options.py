@@ -242,6 +242,15 @@ Starts = Annotated[
     int,
     _number(_SOLVER, "INT", "Random starts, solved as one batch; the best is kept.", least=1),
 ]
+Hopping = Annotated[
+    float | None,
+    _number(
+        _SOLVER,
+        "FLOAT",
+        "Seconds of basin hopping, a search for a low minimum, before the best is fitted to all "
+        "data.",
+    ),
+]
 Seed = Annotated[int, _number(_SOLVER, "INT", "Seed of the random starts.", least=0)]
 Checkpoint = Annotated[
     Path | None,

@@ -27,8 +27,8 @@ OTHERS: tuple[Group, ...] = ("truncation", "scipy", "autograd", "first-order")
 """What others have: no part of ours is in it but derivatives, where the setting says so."""
 RATES = (3e-3, 1e-2, 3e-2)
 LAYER_RATES = (1e-3, 2e-3)
-STRENGTHS = (1e-3, 3e-3)
-"""Of `Proximity` around the start of a layer, isotropic."""
+STRENGTH = 1e-3
+"""Of `Proximity` around the start of a layer, isotropic; docs/choices.md has others."""
 
 
 @dataclass(frozen=True)
@@ -81,14 +81,17 @@ def _ours() -> Iterator[Method]:
         OURS,
         "ours",
         ("layer",),
-        '`method="newton-cg"`, `Proximity` around the start, strength from ' + _listed(STRENGTHS),
+        f'`method="newton-cg"`, `Proximity` around the start of strength {STRENGTH:g}',
         "ours:solve_layer",
-        grid=STRENGTHS,
-        quick=(3e-3,),
+        {"strength": STRENGTH},
+        quick=ONE,
     )
     setting = '`solve` with `method="newton"`'
     name = f"{OURS}, dense"
     yield Method(name, "ours", ("head",), setting, "ours:solve", DENSE, quick=ONE)
+    setting = '`solve` with `method="newton-cg"` in float32 until it ends, then in float64'
+    name = f"{OURS}, float32 first"
+    yield Method(name, "ours", ("head",), setting, "ours:solve_single_first", quick=ONE)
 
 
 def _ablations() -> Iterator[Method]:
@@ -121,16 +124,6 @@ def _ablations() -> Iterator[Method]:
             f'`method="newton-cg"` with `Options(preconditioner="{kind}")`',
             "ours:solve",
             {"method": "newton-cg", "preconditioner": kind},
-        )
-    for kind, words in (("inputs", "plain Kronecker factors"), ("none", "no preconditioner")):
-        yield Method(
-            f"matrix-free, {words}",
-            "ablation",
-            ("layer",),
-            f'as ours with `Options(preconditioner="{kind}")`, strength 0.003',
-            "ours:solve_layer",
-            {"preconditioner": kind},
-            grid=(3e-3,),
         )
 
 

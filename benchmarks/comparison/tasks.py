@@ -50,10 +50,12 @@ class RegressionTask:
     """X and Y of one head to find, in float64.
 
     start: flat vector (X, Y): what `solve` would start from, X given or random, Y solved for it.
+    single: the problem in float32, where a method uses it.
     """
 
     problem: nt.AttentionProblem
     start: np.ndarray
+    single: nt.AttentionProblem | None = None
 
     @classmethod
     def of(cls, problem: nt.AttentionProblem, seed: int, X: Tensor | None = None) -> RegressionTask:

@@ -39,16 +39,38 @@ def solve(
     watch.look(solution.layer.theta.numpy())
 
 
-def solve_layer(task: LayerTask, watch: Watch, strength: float, **options: Any) -> None:
+def solve_single_first(task: RegressionTask, watch: Watch, choice: None) -> None:
+    """The matrix-free method in float32, as first-order methods have it, then in float64."""
+    assert task.single is not None
+    X, Y = task.weights(torch.from_numpy(task.start))
+    rough = nt.solve(
+        task.single,
+        (X.float(), Y.float()),
+        method="newton-cg",
+        tol=TOL,
+        max_iter=MAX_ITER,
+        callback=lambda progress: watch.look(progress.layer.theta.double().numpy()),
+    )
+    X, Y = (torch.as_tensor(w).double() for w in (rough.X, rough.Y))
+    solution = nt.solve(
+        task.problem,
+        (X, Y),
+        method="newton-cg",
+        tol=TOL,
+        max_iter=MAX_ITER,
+        callback=lambda progress: watch.look(progress.layer.theta.numpy()),
+    )
+    watch.look(solution.layer.theta.numpy())
+
+
+def solve_layer(task: LayerTask, watch: Watch, choice: None, strength: float) -> None:
     """`nt.solve` on a whole layer, held near its start by an isotropic Proximity."""
-    near = nt.Proximity(task.start, strength, isotropic=True) if strength else None
     nt.solve(
-        task.problem.with_regularizer(near),
+        task.problem.with_regularizer(nt.Proximity(task.start, strength, isotropic=True)),
         start=task.start,
         method="newton-cg",
         max_iter=MAX_ITER,
         callback=lambda progress: watch.look(progress.layer),
-        options=nt.Options(**options),
     )
 
 

@@ -250,12 +250,12 @@ not counted. Looks at loss and gradient stop the clock, for everybody.
 The time allowed is a multiple of what our own solver took in a separate run on the same seed just
 before: {autograd:g} for methods on automatic differentiation, {scipy:g} for scipy on planted
 problems; {head:g} on the head, where first-order methods, whose rates fall over the time they are
-given, get 1 and SOAP 3 as well; {longest:g} s at most. A method that does not arrive
-counts with the time it was given, and `>` marks the ratio as a lower bound. Rates are those that did
-best on the first seed, where all of the list were tried, on planted problems for
-{tries:.2g} of the time; the tries cost nothing. Losses and gradients at the end are computed by our
-formulas, which the tests hold against automatic differentiation. Memory is the peak of resident
-memory during the run beyond what the process held before."""
+given, get 1 and SOAP 3 as well; {longest:g} s at most. A method that does not arrive counts with
+the time it was given, and `>` marks the ratio as a lower bound. Rates are those that did best on
+the first seed, where all of the list were tried, on planted problems for {tries:.2g} of the time;
+the tries cost nothing. Losses and gradients at the end are computed by our formulas, which the
+tests hold against automatic differentiation. Memory is the peak of resident memory during the run
+beyond what the process held before."""
 BESIDE = ", {count} of which run side by side on cores of their own"
 GOAL = """\
 Seconds on the clock until the norm of the gradient is 1e-8; medians and quartiles over seeds,

@@ -329,7 +329,11 @@ def child(threads, method, path):
 
 @pytest.mark.parametrize(
     ("threads", "method"),
-    [(1, "newton"), pytest.param(1, "newton-cg", marks=pytest.mark.full), (2, "newton-cg")],
+    [
+        pytest.param(1, "newton", marks=pytest.mark.full),
+        pytest.param(1, "newton-cg", marks=pytest.mark.full),
+        (2, "newton-cg"),
+    ],
 )
 def test_killed_at_random_and_continued(method, threads, tmp_path):
     """SIGKILL at random points of the run, in the middle of whatever it does."""

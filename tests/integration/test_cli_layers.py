@@ -399,6 +399,7 @@ def without_times(folder):
     return [replace(record, seconds=0.0) for record in solution.history], solution.status
 
 
+@pytest.mark.full
 def test_a_killed_fit_continues(slow, tmp_path):
     fit, whole = slow
     arguments = [*fit, "-o", tmp_path / "r", "--checkpoint", tmp_path / "r" / "state.ckpt"]

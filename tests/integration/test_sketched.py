@@ -162,7 +162,7 @@ def test_it_is_for_the_bilinear_form():
     problem, start = planted(n=60)
     with pytest.raises(ValueError, match=r"Options\(freeze=\)"):
         nt.solve(problem, start, method="sketched", options=nt.Options(freeze=["Y"]))
-    with pytest.raises(ValueError, match="bilinear form"):
+    with pytest.raises(ValueError, match="layers of X and Y"):
         nt.solve(problem, method="sketched", options=nt.Options(ranks=2))
     with pytest.raises(ValueError, match="sample_rows"):
         nt.Options(sample_rows=0)

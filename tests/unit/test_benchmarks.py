@@ -24,7 +24,13 @@ KEYS = {
 }
 
 
-@pytest.mark.parametrize("name", KEYS)
+LONG = ("certificates", "growth", "paper")
+"""Seconds each, and their parts are tested below or with what they measure."""
+
+
+@pytest.mark.parametrize(
+    "name", [n if n not in LONG else pytest.param(n, marks=pytest.mark.full) for n in KEYS]
+)
 def test_benchmark_runs_at_toy_size(name, tmp_path):
     module = importlib.import_module(f"benchmarks.{name}")
     charts = importlib.import_module("benchmarks.charts")
@@ -36,7 +42,9 @@ def test_benchmark_runs_at_toy_size(name, tmp_path):
     assert chart.stat().st_size > 0
 
 
-@pytest.mark.parametrize("name", ["sketches", "softmax", "svm", "maps"])
+@pytest.mark.parametrize(
+    "name", ["sketches", "softmax", "svm", pytest.param("maps", marks=pytest.mark.full)]
+)
 def test_benchmark_without_a_chart_runs_at_toy_size(name):
     module = importlib.import_module(f"benchmarks.{name}")
     data = json.loads(json.dumps(module.run("toy"), allow_nan=False))

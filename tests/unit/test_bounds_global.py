@@ -510,7 +510,7 @@ def solutions(data, regularizer, starts=20):
     return problem, torch.stack(found)
 
 
-@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("heads", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_above_the_ridge_all_starts_end_in_one_point(heads, full):
     for seed in range(10 if full else 2):
         data = draw(seed, heads=heads, plain=seed % 2 == 1)

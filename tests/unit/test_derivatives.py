@@ -122,7 +122,9 @@ def tiny_tiles(monkeypatch):
     return use
 
 
-@pytest.mark.parametrize("budget", [1, pytest.param(40, marks=pytest.mark.full), 100])
+@pytest.mark.parametrize(
+    "budget", [1, *(pytest.param(b, marks=pytest.mark.full) for b in (40, 100))]
+)
 @pytest.mark.parametrize(
     "name",
     [

@@ -133,7 +133,7 @@ def test_resident_peak(case):
     [
         ("sentences", 2000, True, 1.0),
         full("sentences", 2000, False, 0.25),
-        ("bilinear", 3000, True, 1.0),
+        full("bilinear", 3000, True, 1.0),
         full("language", 2000, False, 1.0),
         full("wide", 600, False, 1.0),
     ],

@@ -62,7 +62,7 @@ def measured(*case):
 @pytest.mark.parametrize(
     "case",
     [
-        ("solve", 48, 64, 48, 1, 1),
+        pytest.param(("solve", 48, 64, 48, 1, 1), marks=pytest.mark.full),
         ("hessian", 48, 64, 48, 1, 1),
         pytest.param(("solve", 64, 64, 2, 1, 1), marks=pytest.mark.full),
         pytest.param(("solve", 36, 64, 36, 1, 3), marks=pytest.mark.full),

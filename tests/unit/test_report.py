@@ -263,7 +263,13 @@ def cases():
     }
 
 
-@pytest.mark.parametrize("name", cases())
+QUICK = ("one token", "padded, causal, weighted", "longer than a map", "zero targets")
+QUICK += ("torch, float32", "factored layer, rotary, no biases")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.full) for n in cases()]
+)
 def test_report_of_every_kind_of_fit(tmp_path, name):
     problem, settings = cases()[name]
     solution = nt.solve(problem, **settings)

@@ -40,8 +40,8 @@ bench: $(VENV)/.bench
 		--only comparison --only products --only growth
 	$(BIN)/python -m benchmarks.page benchmarks/results/quick --out benchmarks/results/quick
 
-# About an hour and a half on two cores: more problems, seeds and methods.  `python -m benchmarks.page benchmarks/results/full` makes
-# docs/benchmarks.md of what lies there.
+# Less than two hours on two cores: more problems, seeds and methods.
+# `python -m benchmarks.page benchmarks/results/full` makes docs/benchmarks.md of what lies there.
 bench-full: $(VENV)/.bench
 	$(BIN)/python -m benchmarks --out benchmarks/results/full \
 		--only comparison --only products --only growth --only global_quality

@@ -71,14 +71,31 @@ def losers(titles: Mapping[str, str], problems: Mapping[str, Mapping]) -> list[s
         ours = problem["methods"].get(OURS)
         if ours is None or not ours["finished"]:
             continue
-        phrases = [_win(name, m, ours) for name, m in rivals(problem).items()]
-        if any(phrases):
-            found.append(f"*{titles[key]}*: " + "; ".join(p for p in phrases if p) + ".")
+        others = rivals(problem)
+        wins = {name: _win(name, m, ours) for name, m in others.items()}
+        phrases = [p for p in wins.values() if p]
+        lower = {n: m for n, m in others.items() if not wins[n] and _lower(m, ours)}
+        if lower:
+            phrases.append(_ended_lower(lower, len(others), ours))
+        if phrases:
+            found.append(f"*{titles[key]}*: " + "; ".join(phrases) + ".")
     return found
 
 
+def _ended_lower(lower: Mapping[str, Mapping], others: int, ours: Mapping) -> str:
+    """How many ended lower in more time, and the lowest of them."""
+    key = _key(ours)
+    name = min(lower, key=lambda n: lower[n][key]["median"])
+    m = lower[name]
+    return (
+        f"{len(lower)} of {others} others ended lower with more time, {name} lowest: "
+        f"{_merit(m)} against {_number(ours)}, after {show(m['spent']['median'])} s; ours ended "
+        f"after {show(ours['spent']['median'])} s"
+    )
+
+
 def _win(name: str, method: Mapping, ours: Mapping) -> str | None:
-    """How a rival did better than ours; None if it did not."""
+    """How a rival did better than ours in our time; None if it did not."""
     ratio = method["ratio"]["median"]
     if ratio is not None and ratio < 1 and not method["bound"]:
         return f"{name} needed {show(ratio)} of our time to the goal"
@@ -86,12 +103,6 @@ def _win(name: str, method: Mapping, ours: Mapping) -> str | None:
         return (
             f"{name} was below our final loss within our time on {method['ahead']} of "
             f"{method['finished']} seeds ({_merit(method)} against {_number(ours)} at the end)"
-        )
-    if _lower(method, ours):
-        return (
-            f"{name} ended lower, {_merit(method)} against {_number(ours)}, after "
-            f"{show(method['spent']['median'])} s; ours ended after "
-            f"{show(ours['spent']['median'])} s"
         )
     return None
 

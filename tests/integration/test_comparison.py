@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 import torch
 from benchmarks import page
-from benchmarks.comparison import methods, problems, processes, profiles, race, summary, worker
+from benchmarks.comparison import (
+    methods,
+    problems,
+    processes,
+    profiles,
+    prose,
+    race,
+    summary,
+    worker,
+)
 from benchmarks.comparison.records import Records, best_choice, read
 from benchmarks.comparison.tasks import RegressionTask
 from benchmarks.comparison.watch import Ended, Look, Watch, alarm
@@ -252,6 +261,22 @@ def test_records_are_known_by_their_run(tmp_path):
     records.add(made_up("Adam", choice=1e-2))
     asked = Request("d8-real-near", "Adam", 1e-2, 0, "full", 1.0)
     assert list(records.known) == [worker.key_of(worker.identity(asked))]
+
+
+def test_those_who_ended_lower_with_more_time_share_a_sentence():
+    records = [
+        made_up("newtention", 0, 1.0, 1.0),
+        made_up("scipy BFGS", 0, 5.0, 0.9)
+        | {"curve": [[0.0, 9.0, 1.0, None], [4.0, 0.9, 1e-3, None]]},
+        made_up("Adam", 0, 9.0, 0.8) | {"curve": [[0.0, 9.0, 1.0, None], [8.0, 0.8, 1e-3, None]]},
+        made_up("SOAP", 0, 9.0, 1.5),
+    ]
+    found = summary.summarise(records, ["d8-real-near"])["problems"]
+    (line,) = prose.losers({"d8-real-near": "a problem"}, found)
+    assert line == (
+        "*a problem*: 2 of 3 others ended lower with more time, Adam lowest: relative loss 0.4 "
+        "against 0.5, after 9 s; ours ended after 1 s."
+    )
 
 
 def test_who_gave_up():

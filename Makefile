@@ -40,7 +40,7 @@ bench: $(VENV)/.bench
 		--only comparison --only products --only growth
 	$(BIN)/python -m benchmarks.page benchmarks/results/quick --out benchmarks/results/quick
 
-# Less than two hours on two cores: more problems, seeds and methods.
+# About two hours on two cores: more problems, seeds and methods.
 # `python -m benchmarks.page benchmarks/results/full` makes docs/benchmarks.md of what lies there.
 bench-full: $(VENV)/.bench
 	$(BIN)/python -m benchmarks --out benchmarks/results/full \

@@ -206,9 +206,7 @@ def basin_hopping(
         fits = len(starts) + (history[-1].fits if history else 0)
         losses = tuple(m.relative_loss for m in pool)
         history.append(Round(len(history), losses, fits, time.perf_counter() - began))
-        message = _ended(history[-1], pool[0], rounds, max_seconds, callback)
-        if stopped:
-            message = "it was interrupted."
+        message = _ended(history[-1], pool[0], stopped, rounds, max_seconds, callback)
         parents = pool[: math.ceil(PARENTS * len(pool))]
         starts = [_disturbed(parents[i % len(parents)].X, generator) for i in range(members)]
     # One head keeps its matrices, as in `solve`.
@@ -333,16 +331,19 @@ def _distinct(minima: list[_Minimum]) -> list[_Minimum]:
 def _ended(
     latest: Round,
     best: _Minimum,
+    stopped: bool,
     rounds: int,
     max_seconds: float | None,
     callback: Callable[[Round], object] | None,
 ) -> str | None:
-    """Why the search ends here, if it does."""
+    """Why the search ends here, if it does; stopped: by Ctrl-C."""
     if callback is not None:
         try:
             callback(latest)
         except StopIteration:
             return "the callback stopped it."
+    if stopped:
+        return "it was interrupted."
     if best.exact:
         return "a fit is exact to rounding."
     if latest.number >= rounds:

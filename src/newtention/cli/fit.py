@@ -172,10 +172,10 @@ def fit(
             "--ranks": ranks,
             "--freeze": freeze,
             "--validation": validation,
-            "--validation-share": validation_share,
+            "--validation-share": validation_share is not None,
             "--method": method != "auto",
             "--max-iter": max_iter != MAX_ITER,
-            "--max-seconds": max_seconds,
+            "--max-seconds": max_seconds is not None,
             "--n-init": n_init > 1,
             "--checkpoint": checkpoint,
         },
@@ -219,7 +219,7 @@ def fit(
             patience=Options().patience if patience is None else patience,
         )
         if hopping is not None:
-            found = hop(problem, hopping, heads, tol, seed, silent=as_json)
+            found = hop(problem, hopping, tol, seed, chosen, silent=as_json)
             solution = found.solution
             if not as_json:
                 say(sentence(found))

@@ -32,9 +32,9 @@ def require_alone(seconds: float | None, others: Mapping[str, object]) -> None:
 def hop(
     problem: AttentionProblem,
     seconds: float,
-    heads: int | None,
     tol: float | None,
     seed: int,
+    chosen: Options,
     silent: bool,
 ) -> BasinHopping:
     """Look for a low minimum for so long, then fit the best to all data."""
@@ -45,7 +45,7 @@ def hop(
             max_seconds=seconds,
             seed=seed,
             tol=tol,
-            options=Options(heads=heads),
+            options=chosen,
         )
 
 
